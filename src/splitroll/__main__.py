@@ -1,0 +1,7 @@
+"""`python -m splitroll`."""
+
+import sys
+
+from splitroll.cli import main
+
+sys.exit(main())

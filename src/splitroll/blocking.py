@@ -1,0 +1,109 @@
+"""The blocking twin of Rollout: the same calls without async, for ordinary training loops."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from splitroll.config import Config
+from splitroll.prompts import PromptLike
+from splitroll.rollout import Activity, OnError, Rollout
+from splitroll.types import FailedGroup, Group, SamplingParams
+
+T = TypeVar("T")
+
+
+class BlockingRollout:
+    """See `Rollout`; an event loop in a thread of its own does the work.
+
+    `with Rollout.open_blocking(config) as rollout: ...`
+    """
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | str | Path | None = None,
+        *,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        self._config = config
+        self._overrides = overrides
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="splitroll", daemon=True
+        )
+        self._context: AbstractAsyncContextManager[Rollout] | None = None
+        self._rollout: Rollout | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            self._context = Rollout.open(self._config, overrides=self._overrides)
+            self._rollout = self._wait(self._context.__aenter__())
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._context is not None, "entered before"
+        try:
+            self._wait(self._context.__aexit__(None, None, None))
+        finally:
+            self._stop()
+
+    def generate(
+        self,
+        prompts: Iterable[PromptLike],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+        on_error: OnError = "raise",
+    ) -> Iterator[Group | FailedGroup]:
+        """Yield groups as they complete; see `Rollout.generate`."""
+        stream = self._open().generate(prompts, n=n, sampling=sampling, on_error=on_error)
+        try:
+            while (group := self._wait(_next(stream))) is not None:
+                yield group
+        finally:
+            self._wait(_close(stream))
+
+    def activity(self) -> Activity:
+        """Return what the fleet has done so far."""
+        return self._wait(self._open().activity())
+
+    def _open(self) -> Rollout:
+        if self._rollout is None:
+            raise RuntimeError("use it in a with statement: the engines are not up")
+        return self._rollout
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._rollout = None
+
+
+async def _next(stream: AsyncIterator[T]) -> T | None:
+    return await anext(stream, None)
+
+
+async def _close(stream: AsyncIterator[Any]) -> None:
+    await stream.aclose()  # type: ignore[attr-defined]

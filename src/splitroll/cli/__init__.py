@@ -1,0 +1,120 @@
+"""The `splitroll` command: arguments here, each command in a module of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status.
+
+    0: done; 1: the fleet or some groups failed; 2: bad input, nothing was started; 130: interrupted.
+    """
+    args = _parser().parse_args(argv)
+    command = importlib.import_module(f"splitroll.cli.{args.command}")
+    # --json promises one object on stdout: whatever else writes there goes to stderr.
+    with _stdout_kept_clean() as stdout:
+        args.stdout = stdout
+        from splitroll.errors import ConfigError, SplitrollError
+
+        try:
+            return asyncio.run(_until_signal(command.run(args)))
+        except ConfigError as exc:
+            print(f"splitroll: {exc}", file=sys.stderr)
+            return EXIT_BAD_INPUT
+        except SplitrollError as exc:
+            print(f"splitroll: {exc}", file=sys.stderr)
+            return EXIT_FAILED
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            print("splitroll: interrupted", file=sys.stderr)
+            return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="splitroll",
+        description="Rollouts for RL post-training, prefill and decode split across vLLM engines.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_rollout(commands.add_parser("rollout", help="generate groups of samples into a file"))
+    check = commands.add_parser("check", help="start the fleet and prove every KV handoff")
+    _add_config(check)
+    check.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    config = commands.add_parser("config", help="check and print the resolved configuration")
+    _add_config(config)
+    _add_bench(commands.add_parser("bench", help="compare a split with a colocated fleet"))
+    return parser
+
+
+def _add_rollout(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompts", metavar="FILE", help="JSON lines, each with an id and one of "
+                        "prompt, messages, prompt_token_ids")
+    source.add_argument("--task", metavar="NAME", help="a reasoning-gym dataset, scored")
+    parser.add_argument("--num", type=int, default=16, help="questions of the task (%(default)s)")
+    parser.add_argument("--task-set", action="append", default=[], metavar="KEY=VALUE",
+                        help="a setting of the task's dataset, for instance max_digits=1")
+    parser.add_argument("--out", required=True, metavar="FILE", help="where samples are written")
+    parser.add_argument("--n", type=int, default=8, help="samples per prompt (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="per sample (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="(%(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="(%(default)s)")
+    parser.add_argument("--top-k", type=int, default=0, help="0 is off (%(default)s)")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                        help="end a sample at this text; may be given several times")
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on with an unfinished run")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run's file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--rounds", type=int, default=5, help="of each alternative (%(default)s)")
+    parser.add_argument("--groups", type=int, default=8, help="(%(default)s)")
+    parser.add_argument("--n", type=int, default=8, help="samples per group (%(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="(%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="(%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="YAML; without it, the defaults")
+    parser.add_argument("--set", action="append", default=[], dest="overrides",
+                        metavar="PATH=VALUE", help="override, for instance "
+                        "disaggregation.decode_replicas=2; may be given several times")
+
+
+async def _until_signal(work: Any) -> int:
+    """Run a command; SIGTERM ends it as Ctrl-C does, with all engines closed."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _stdout_kept_clean() -> Any:
+    """Yield the real stdout; file descriptor 1 goes to stderr meanwhile."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(kept, "w", closefd=False) as stdout:
+            yield stdout
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

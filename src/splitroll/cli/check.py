@@ -1,0 +1,88 @@
+"""`splitroll check`: start the fleet and report the proof of every prefill/decode pair."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from splitroll.cli import EXIT_BAD_INPUT, EXIT_FAILED
+from splitroll.cli.display import Display
+from splitroll.config import load_config
+from splitroll.errors import ConfigError, ProofError, SplitrollError
+from splitroll.fleet.prove import PairProof
+from splitroll.rollout import Rollout
+
+
+async def run(args: argparse.Namespace) -> int:
+    report: dict[str, Any] = {"ok": False, "engines": [], "pairs": [], "problem": None}
+    status = EXIT_FAILED
+    display = Display()
+    try:
+        config = load_config(args.config, args.overrides)
+        with display.showing():
+            async with Rollout.open(config, on_state=display.engines) as rollout:
+                report["engines"] = [_engine(engine.info) for engine in rollout.fleet.ready()]
+                report["pairs"] = [proof.to_json() for proof in rollout.fleet.proofs]
+        report["ok"] = True
+        status = 0
+    except ProofError as exc:
+        report["pairs"] = [p.to_json() for p in exc.proofs if isinstance(p, PairProof)]
+        report["problem"] = str(exc)
+    except ConfigError as exc:
+        report["problem"] = str(exc)
+        status = EXIT_BAD_INPUT
+    except SplitrollError as exc:
+        report["problem"] = str(exc)
+    if args.json:
+        args.stdout.write(json.dumps(report) + "\n")
+    else:
+        _print(Console(file=args.stdout), report)
+    return status
+
+
+def _engine(info: Any) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "role": info.role.value,
+        "dtype": info.dtype,
+        "block_size": info.block_size,
+        "kv_tokens": info.num_blocks * info.block_size,
+        "start_s": {phase: round(seconds, 2) for phase, seconds in info.start_s.items()},
+        "log": info.log_path,
+    }
+
+
+def _print(console: Console, report: dict[str, Any]) -> None:
+    if report["engines"]:
+        console.print(_table("engines", report["engines"], ("name", "role", "dtype", "kv_tokens")))
+    if report["pairs"]:
+        columns = ("prefill", "decode", "ok", "prompt_tokens", "recomputed_tokens", "kv_bytes",
+                   "kv_bytes_needed", "max_logprob_gap", "problem")
+        console.print(_table("KV handoff, proven against local generation", report["pairs"],
+                             columns))
+    elif report["ok"]:
+        console.print("colocated: no KV is handed off")
+    if report["problem"]:
+        console.print(f"[red]not working:[/] {report['problem']}", markup=True)
+    else:
+        console.print("[green]all engines and all pairs work[/]")
+
+
+def _table(title: str, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column.replace("_", " "))
+    for row in rows:
+        table.add_row(*(_cell(row[column]) for column in columns))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,135 @@
+"""The Ray cluster: joined or started, its inventory, and engines launched in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import tempfile
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from splitroll.config.schema import Config
+from splitroll.engines.arguments import engine_arguments
+from splitroll.engines.protocol import Engine
+from splitroll.engines.ray_engine import NAMESPACE, RayEngine
+from splitroll.errors import ConfigError, FleetError, Problem
+from splitroll.handoff.backend import KvBackend
+from splitroll.model import ModelFacts
+from splitroll.placement import EngineSpec, Node, actor_name, engine_id
+
+_INVENTORY_TIMEOUT_S = 60.0
+_OBJECT_STORE_BYTES = 256 * 1024**2
+"""Requests and samples are small; KV does not pass through Ray."""
+
+
+@contextlib.asynccontextmanager
+async def open_cluster(config: Config) -> AsyncGenerator[None, None]:
+    """Join the cluster of `ray.address`, or start one on this machine and stop it at the end.
+
+    A process that is in a cluster already stays in it.
+
+    Raises:
+        ConfigError: when the address leads to no cluster.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    local = config.ray.address is None
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
+    if local:
+        options.update(
+            address="local", include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES
+        )
+    else:
+        options.update(address=config.ray.address)
+    try:
+        ray.init(logging_level=logging.ERROR, **options)
+    except (ConnectionError, RuntimeError, ValueError) as exc:
+        hint = "start one (ray start --head), or leave ray.address out to use this machine"
+        allowed = "null, auto, or the address of a Ray cluster that runs"
+        found = f"{config.ray.address!r} ({str(exc).splitlines()[0]})"
+        raise ConfigError([Problem("ray.address", found, allowed, hint)]) from exc
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+async def take_inventory(wants_gpus: bool) -> list[Node]:
+    """Ask every node of the cluster what it has, on the node itself.
+
+    Raises:
+        FleetError: when a node does not answer.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    head = ray.get_runtime_context().get_node_id()
+    nodes.sort(key=lambda node: (node["NodeID"] != head, node["NodeManagerAddress"]))
+    asks = [_ask_node(node, wants_gpus) for node in nodes]
+    try:
+        async with asyncio.timeout(_INVENTORY_TIMEOUT_S):
+            return list(await asyncio.gather(*asks))
+    except TimeoutError as exc:
+        addresses = ", ".join(node["NodeManagerAddress"] for node in nodes)
+        raise FleetError(
+            f"no inventory from all of {addresses} in {_INVENTORY_TIMEOUT_S:g} s; are their GPUs "
+            "taken by another job?"
+        ) from exc
+
+
+async def _ask_node(node: dict[str, Any], wants_gpus: bool) -> Node:
+    gpus = int(node["Resources"].get("GPU", 0)) if wants_gpus else 0
+    options = {
+        "num_cpus": 0,
+        "num_gpus": gpus,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+    }
+    cores, gpu_ids = await ray.remote(_describe_node).options(**options).remote()
+    return Node(
+        id=node["NodeID"],
+        address=node["NodeManagerAddress"],
+        gpus=tuple(sorted(gpu_ids)),
+        cores=tuple(sorted(cores)),
+    )
+
+
+def _describe_node() -> tuple[set[int], list[int]]:
+    """Runs on the node: the cores that it lets us use, and the GPUs that Ray granted."""
+    granted = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return os.sched_getaffinity(0), [int(gpu) for gpu in granted]
+
+
+class RayLauncher:
+    """Launches the engines of one fleet as Ray actors.
+
+    Attributes:
+        fleet_id: unique in the cluster; part of every name that the fleet uses.
+        log_dir: where each engine writes its log, one file per incarnation.
+    """
+
+    def __init__(
+        self, config: Config, facts: ModelFacts, backend: KvBackend | None, fleet_id: str
+    ) -> None:
+        self.fleet_id = fleet_id
+        self.log_dir = Path(tempfile.gettempdir()) / f"splitroll-{fleet_id}"
+        self._config = config
+        self._facts = facts
+        self._backend = backend
+
+    async def launch(self, spec: EngineSpec, generation: int) -> Engine:
+        name = actor_name(self.fleet_id, spec.name, generation)
+        arguments = engine_arguments(
+            self._config,
+            self._facts,
+            spec,
+            self._backend,
+            engine_id(self.fleet_id, spec.name, generation),
+        )
+        log_path = self.log_dir / f"{spec.name}-{generation}.log"
+        return await RayEngine.launch(spec, name, arguments, log_path)

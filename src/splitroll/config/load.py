@@ -1,0 +1,175 @@
+"""From YAML, a mapping and dotted overrides to a Config, with every problem reported at once."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from splitroll.config.rules import check_config
+from splitroll.config.schema import Config
+from splitroll.errors import ConfigError, Problem
+from splitroll.model import ModelFacts, resolve_model
+
+
+def load_config(
+    source: Config | Mapping[str, Any] | str | Path | None = None,
+    overrides: Sequence[str] = (),
+) -> Config:
+    """Load a configuration.
+
+    Args:
+        source: a Config, a mapping, a path to a YAML file, or None for the defaults.
+        overrides: "dotted.path=value" strings, values in YAML; later ones win.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    config, problems = _load(source, overrides)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def load_checked(
+    source: Config | Mapping[str, Any] | str | Path | None = None,
+    overrides: Sequence[str] = (),
+) -> tuple[Config, ModelFacts]:
+    """Load a configuration and check it against its model; see `load_config`.
+
+    Raises:
+        ConfigError: with every problem of the file, the overrides, the model and the rules.
+    """
+    config, problems = _load(source, overrides)
+    with collecting(problems):
+        facts = resolve_model(config.model)
+        with collecting(problems):
+            check_config(config, facts)
+    if problems:
+        raise ConfigError(problems)
+    return config, facts
+
+
+@contextlib.contextmanager
+def collecting(problems: list[Problem]) -> Iterator[None]:
+    """Add the problems of a ConfigError to a list, to be raised together with others."""
+    try:
+        yield
+    except ConfigError as exc:
+        problems += exc.problems
+
+
+def _load(
+    source: Config | Mapping[str, Any] | str | Path | None, overrides: Sequence[str]
+) -> tuple[Config, list[Problem]]:
+    """Return the configuration and its problems; what is wrong is left at its default, so that
+    the rest can be checked too."""
+    tree: dict[str, Any] = {}
+    problems: list[Problem] = []
+    with collecting(problems):
+        tree = _read(source)
+    problems += [p for override in overrides if (p := _apply_override(tree, override)) is not None]
+    while True:
+        try:
+            return Config.model_validate(tree), problems
+        except ValidationError as exc:
+            errors = exc.errors()
+            problems += [_explain(error) for error in errors]
+            for error in errors:
+                _prune(tree, error["loc"])
+
+
+def _prune(tree: dict[str, Any], loc: Sequence[Any]) -> None:
+    node: Any = tree
+    for key in loc[:-1]:
+        node = node.get(key) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node.pop(loc[-1], None)
+
+
+def to_yaml(config: Config) -> str:
+    """Return the resolved configuration as YAML that `load_config` reads back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _read(source: Config | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    if source is None:
+        return {}
+    if isinstance(source, Config):
+        return source.model_dump()
+    if isinstance(source, Mapping):
+        return _mutable(source)
+    path = Path(source)
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as exc:
+        problem = Problem("--config", str(path), "a readable YAML file", str(exc.strerror))
+        raise ConfigError([problem]) from exc
+    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+        problem = Problem(str(path), "text that is not YAML", "YAML", str(exc))
+        raise ConfigError([problem]) from exc
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        problem = Problem(str(path), type(tree).__name__, "a mapping of sections", "see README")
+        raise ConfigError([problem])
+    return tree
+
+
+def _mutable(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _mutable(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> Problem | None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        return Problem("--set", repr(override), "dotted.path=value", "for instance engine.seed=1")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return Problem(path, repr(text), "a value in YAML", "quote it")
+    node = tree
+    for key in keys[:-1]:
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            return Problem(path, f"{key} = {child!r}", "a section", "set the section's keys")
+        node = child
+    node[keys[-1]] = value
+    return None
+
+
+def _explain(error: Any) -> Problem:
+    path = ".".join(str(part) for part in error["loc"])
+    found = repr(error.get("input"))
+    match error["type"]:
+        case "extra_forbidden":
+            known = _keys_at(error["loc"][:-1])
+            name = str(error["loc"][-1])
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else "remove it"
+            return Problem(path, "an unknown key", ", ".join(known), hint)
+        case "literal_error":
+            return Problem(path, found, error["ctx"]["expected"], "choose one of these")
+        case "greater_than_equal":
+            return Problem(path, found, f"{error['ctx']['ge']} or more", "raise it")
+        case "greater_than":
+            return Problem(path, found, f"more than {error['ctx']['gt']}", "raise it")
+        case "model_type" | "model_attributes_type" | "mapping_type":
+            return Problem(path, found, "a section (a mapping)", "write its keys below it")
+        case _:
+            return Problem(path, found, error["msg"].lower(), "change it")
+
+
+def _keys_at(loc: Sequence[Any]) -> list[str]:
+    section: type[BaseModel] = Config
+    for part in loc:
+        annotation = section.model_fields[str(part)].annotation
+        candidates = [annotation, *get_args(annotation)]
+        section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return list(section.model_fields)

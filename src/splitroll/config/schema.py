@@ -1,0 +1,112 @@
+"""The configuration's sections. Names follow verl's `rollout.disaggregation` and vLLM's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from splitroll.model import DEFAULT_MODEL
+
+
+class Section(BaseModel):
+    """A frozen section that knows all its keys and converts nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RoleEngines(Section):
+    """The engines of one role."""
+
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Devices over which each engine of the role shards the model."""
+    engine: Mapping[str, Any] = Field(default_factory=dict)
+    """vLLM engine arguments of this role; they win over the common `engine` section."""
+
+
+class Disaggregation(Section):
+    """Prefill and decode on separate engines."""
+
+    enabled: bool = True
+    prefill_replicas: int = Field(1, ge=1)
+    decode_replicas: int = Field(2, ge=1)
+    transfer_backend: Literal["nixl", "mooncake"] = "nixl"
+    prefill: RoleEngines = RoleEngines()
+    decode: RoleEngines = RoleEngines()
+    kv_lease_s: float = Field(120.0, gt=0)
+    """How long a prefill engine holds the KV of a handle that nobody pulls."""
+    handoff_timeout_s: float = Field(60.0, gt=0)
+    """How long a decode engine may take from receiving a handle to its first token. A handle
+    older than `kv_lease_s - handoff_timeout_s` is refused, so no pull can outlive its lease."""
+
+
+class Colocated(RoleEngines):
+    """The fleet when `disaggregation.enabled` is false: every engine does both."""
+
+    replicas: int = Field(2, ge=1)
+
+
+class Dispatch(Section):
+    """Which engine gets which work."""
+
+    policy: Literal["least_loaded", "round_robin"] = "least_loaded"
+    decode_engines_per_group: int = Field(1, ge=1)
+    """Over how many decode engines a group's samples are spread; one KV transfer for each."""
+    split_attempts: int = Field(2, ge=1)
+    """How often a group is tried with a handoff before it is tried locally."""
+    local_attempts: int = Field(2, ge=1)
+    """How often it is then tried on a decode engine without a handoff before it fails."""
+    max_queued_groups: int = Field(256, ge=1)
+    """Groups accepted ahead of the engines; later ones wait in the caller's iterator."""
+
+
+class Ray(Section):
+    """The Ray cluster to run in."""
+
+    address: str | None = None
+    """None starts one on this machine; "auto" joins the one that runs here; or its address."""
+
+
+class Devices(Section):
+    """What engines run on."""
+
+    kind: Literal["auto", "cpu", "gpu"] = "auto"
+    """"auto" takes GPUs where the cluster has any, else CPU cores."""
+    cores_per_engine: int = Field(1, ge=1)
+    """CPU only: threads and cores of each tensor-parallel rank."""
+    share_cores: bool = True
+    """CPU only: let engines share cores when there are fewer cores than they ask for."""
+
+
+class Limits(Section):
+    """How long anything may take, in seconds."""
+
+    start_timeout_s: float = Field(300.0, gt=0)
+    """From launching an engine to its being ready."""
+    prefill_timeout_s: float = Field(120.0, gt=0)
+    """One prefill leg, its wait in the engine's queue included."""
+    sample_timeout_s: float = Field(1800.0, gt=0)
+    """One sample on its decode engine, from first to last token."""
+    recovery_timeout_s: float = Field(180.0, gt=0)
+    """How long work waits for an engine to come back when none is left."""
+    health_interval_s: float = Field(2.0, gt=0)
+    health_timeout_s: float = Field(30.0, gt=0)
+    """An engine that answers no health check for this long is killed and restarted."""
+    max_restarts: int = Field(5, ge=0)
+    """Restarts of one engine before it is given up."""
+
+
+class Config(Section):
+    """Everything that a rollout system needs to know."""
+
+    model: str = DEFAULT_MODEL
+    """The default small model, a Hugging Face id, or a local folder."""
+    engine: Mapping[str, Any] = Field(default_factory=dict)
+    """vLLM engine arguments of every engine."""
+    disaggregation: Disaggregation = Disaggregation()
+    colocated: Colocated = Colocated()
+    dispatch: Dispatch = Dispatch()
+    ray: Ray = Ray()
+    devices: Devices = Devices()
+    limits: Limits = Limits()

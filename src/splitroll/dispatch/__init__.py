@@ -1,0 +1,1 @@
+"""Which engine gets which work: `policy` decides, purely; `dispatcher` carries it out."""

@@ -1,0 +1,417 @@
+"""Carries groups through the fleet: accepted, prefilled, handed off, decoded, complete.
+
+Invariants:
+- every accepted group leaves exactly once: complete, or with an error that names each cause;
+- a failed leg is tried again as a whole, new prefill and new handle, on other engines; then
+  without a handoff; samples that completed meanwhile are kept, since a retry would repeat them;
+- load counts from the moment work is given to an engine until it truly ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass, field
+
+from splitroll.config.schema import Dispatch, Limits
+from splitroll.dispatch.gate import WeightedGate
+from splitroll.dispatch.policy import POLICIES, EngineView, Snapshot, Work, share
+from splitroll.engines.protocol import DecodeOutput, DecodeRequest, Engine
+from splitroll.errors import (
+    EngineDied,
+    FleetError,
+    GroupFailed,
+    InvalidRequest,
+    LegError,
+    SplitrollError,
+)
+from splitroll.fleet.fleet import Fleet
+from splitroll.handoff.handle import KvHandle
+from splitroll.handoff.legs import DecodeResult, Handoff
+from splitroll.types import (
+    Group,
+    Prompt,
+    Role,
+    Route,
+    RouteKind,
+    Sample,
+    SamplingParams,
+    Timing,
+    derive_seed,
+)
+
+log = logging.getLogger(__name__)
+
+_DECODERS = (Role.DECODE, Role.BOTH)
+_KV_SHARE = 0.9
+"""Of a prefill engine's KV that pinned handles may fill; the rest lets prompts be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWork:
+    """One group to generate: `seed` is the group's, each sample's is derived from it."""
+
+    prompt: Prompt
+    n: int
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclass(slots=True)
+class DispatchStats:
+    """What was dispatched, by engine name where it is a Counter."""
+
+    prefills: Counter[str] = field(default_factory=Counter)
+    decodes: Counter[str] = field(default_factory=Counter)
+    handoffs: int = 0
+    retries: int = 0
+    recomputed_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What one group has so far."""
+
+    work: GroupWork
+    accepted_s: float
+    done: dict[int, Sample] = field(default_factory=dict)
+    causes: list[str] = field(default_factory=list)
+    avoid: set[str] = field(default_factory=set)
+    refused: InvalidRequest | None = None
+    recomputed_tokens: int = 0
+
+    @property
+    def missing(self) -> list[int]:
+        return [i for i in range(self.work.n) if i not in self.done]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The samples of a group that one decode engine serves in one attempt."""
+
+    engine: Engine
+    indices: tuple[int, ...]
+    started_s: float
+    handle: KvHandle | None
+
+
+class Dispatcher:
+    """See the module's docstring. Owns no engine and no task beyond its callers'."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        handoff: Handoff,
+        settings: Dispatch,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stats = DispatchStats()
+        self._fleet = fleet
+        self._handoff = handoff
+        self._settings = settings
+        self._limits = limits
+        self._clock = clock
+        self._policy = POLICIES[settings.policy]()
+        self._tokens: Counter[str] = Counter()
+        self._sequences: Counter[str] = Counter()
+        self._turns: Counter[str] = Counter()
+        self._ids = itertools.count()
+        self._id_prefix = os.urandom(4).hex()
+        self._kv_budgets: dict[str, WeightedGate] = {}
+        self._seats = WeightedGate(0)
+        self._resize_seats()
+        fleet.on_change(self._resize_seats)
+
+    async def run(self, work: GroupWork) -> Group:
+        """Generate one group.
+
+        Raises:
+            GroupFailed: when no route completed it.
+            InvalidRequest: when an engine refused the request itself.
+        """
+        progress = _Progress(work, self._clock())
+        async with self._seats.hold(work.n):
+            for attempt in self._attempts():
+                await attempt(progress)
+                if progress.refused is not None:
+                    raise progress.refused
+                if not progress.missing:
+                    break
+                self.stats.retries += 1
+        if progress.missing:
+            raise GroupFailed(work.prompt.id, progress.causes or ["no engine is up"])
+        self.stats.recomputed_tokens += progress.recomputed_tokens
+        return Group(
+            prompt=work.prompt,
+            samples=tuple(progress.done[i] for i in range(work.n)),
+            recomputed_tokens=progress.recomputed_tokens,
+        )
+
+    @property
+    def load(self) -> dict[str, int]:
+        """Tokens in flight by engine; empty when nothing is in flight."""
+        return {name: tokens for name, tokens in self._tokens.items() if tokens}
+
+    def _attempts(self) -> list[Callable[[_Progress], Awaitable[None]]]:
+        split, local = self._settings.split_attempts, self._settings.local_attempts
+        colocated = all(m.spec.role is Role.BOTH for m in self._fleet.members.values())
+        if colocated:
+            return [self._local] * (split + local)
+        return [self._split] * split + [self._local] * local
+
+    async def _split(self, progress: _Progress) -> None:
+        """One attempt with handoffs: a prefill leg and a handle for each decode engine."""
+        prefill = self._choose_prefill(progress)
+        if prefill is None:
+            progress.causes.append("no prefill engine is up")
+            return
+        started_s = self._clock()
+        try:
+            handle = await self._prefill(prefill, progress)
+        except SplitrollError as exc:
+            self._note_error(exc, prefill, progress)
+            return
+        # The decode engines are chosen now, not before the prefill.
+        parts = self._choose_decodes(progress)
+        if not parts:
+            self._handoff.give_back(handle)
+            progress.causes.append("no decode engine is up")
+            return
+        (first, indices), *others = parts
+        async with asyncio.TaskGroup() as tasks:
+            part = _Part(first, indices, started_s, handle)
+            tasks.create_task(self._decode(part, progress))
+            for engine, ids in others:
+                tasks.create_task(self._split_part(prefill, engine, ids, progress))
+
+    async def _split_part(
+        self, prefill: Engine, engine: Engine, indices: tuple[int, ...], progress: _Progress
+    ) -> None:
+        """A further decode engine of the same group: its own prefill leg, a prefix hit."""
+        started_s = self._clock()
+        try:
+            handle = await self._prefill(prefill, progress)
+        except SplitrollError as exc:
+            self._note_error(exc, prefill, progress)
+            return
+        await self._decode(_Part(engine, indices, started_s, handle), progress)
+
+    async def _local(self, progress: _Progress) -> None:
+        """One attempt without a handoff; on a prefill engine only when no decode engine is up."""
+        if not self._fleet.ready() and not await self._fleet.wait_ready(
+            timeout_s=self._limits.recovery_timeout_s
+        ):
+            limit_s = self._limits.recovery_timeout_s
+            progress.causes.append(f"no engine came back within {limit_s:g} s")
+            return
+        parts = self._choose_decodes(progress, any_role=True)
+        async with asyncio.TaskGroup() as tasks:
+            for engine, indices in parts:
+                part = _Part(engine, indices, self._clock(), None)
+                tasks.create_task(self._decode(part, progress))
+
+    async def _prefill(self, engine: Engine, progress: _Progress) -> KvHandle:
+        token_ids = progress.work.prompt.token_ids
+        name, blocks = engine.info.name, math.ceil(len(token_ids) / engine.info.block_size)
+        budget = self._kv_budget(engine)
+        await budget.acquire(blocks)
+        try:
+            with self._loaded(name, len(token_ids)):
+                handle = await self._handoff.prefill(engine, self._new_id(), token_ids)
+        except BaseException:
+            budget.release(blocks)
+            raise
+        handle.when_settled(lambda: budget.release(blocks))
+        self.stats.prefills[name] += 1
+        return handle
+
+    async def _decode(self, part: _Part, progress: _Progress) -> None:
+        work, name = progress.work, part.engine.info.name
+        requests = {i: self._request(work, i) for i in part.indices}
+        tokens = len(work.prompt.token_ids) + work.sampling.max_tokens
+        with contextlib.ExitStack() as held:
+            loads = {
+                request.request_id: held.enter_context(self._releasable(name, tokens))
+                for request in requests.values()
+            }
+            result = await self._handoff.decode(
+                part.engine,
+                part.handle,
+                list(requests.values()),
+                weight_version=0,
+                on_end=lambda request: loads[request.request_id](),
+            )
+        self._collect(part, requests, result, progress)
+
+    def _collect(
+        self,
+        part: _Part,
+        requests: dict[int, DecodeRequest],
+        result: DecodeResult,
+        progress: _Progress,
+    ) -> None:
+        self.stats.handoffs += result.handed_off
+        progress.recomputed_tokens += result.recomputed_tokens
+        if result.recomputed_tokens:
+            log.warning(
+                "%s computed %d prompt tokens again that %s had handed off",
+                part.engine.info.name,
+                result.recomputed_tokens,
+                part.handle and part.handle.prefill_engine,
+            )
+        for index, request in requests.items():
+            if (output := result.outputs.get(request.request_id)) is None:
+                continue
+            leads = index == part.indices[0]
+            waited_s = result.waited_s[requests[part.indices[0]].request_id]
+            progress.done[index] = self._sample(
+                part, request, index, output, progress, leads=leads, leader_waited_s=waited_s
+            )
+            self.stats.decodes[part.engine.info.name] += 1
+        for error in result.errors:
+            self._note_error(error, part.engine, progress)
+
+    def _sample(
+        self,
+        part: _Part,
+        request: DecodeRequest,
+        index: int,
+        output: DecodeOutput,
+        progress: _Progress,
+        *,
+        leads: bool,
+        leader_waited_s: float,
+    ) -> Sample:
+        work, name = progress.work, part.engine.info.name
+        queued_s = part.started_s - progress.accepted_s
+        waited_s = output.wait_s if leads else leader_waited_s + output.wait_s
+        if part.handle is None:
+            route = Route(RouteKind.LOCAL, prefill=name, decode=name)
+            timing = Timing(queued_s + waited_s, output.prefill_s, 0.0, output.decode_s)
+        else:
+            kind = RouteKind.SPLIT if leads else RouteKind.SHARED
+            route = Route(kind, prefill=part.handle.prefill_engine, decode=name)
+            timing = Timing(
+                queued_s, part.handle.elapsed_s, waited_s, output.prefill_s + output.decode_s
+            )
+        return Sample(
+            id=work.prompt.id,
+            sample=index,
+            prompt_token_ids=work.prompt.token_ids,
+            token_ids=output.token_ids,
+            text=output.text,
+            logprobs=output.logprobs,
+            finish_reason=output.finish_reason,
+            seed=request.seed,
+            weight_version=output.weight_version,
+            route=route,
+            timing=timing,
+        )
+
+    def _note_error(self, error: SplitrollError, engine: Engine, progress: _Progress) -> None:
+        """Remember why an attempt failed; a fault of the request itself ends the group."""
+        if isinstance(error, InvalidRequest):
+            progress.refused = error
+        elif isinstance(error, EngineDied):
+            self._fleet.report_death(engine, error.cause)
+        elif not isinstance(error, LegError | FleetError):
+            raise error
+        progress.avoid.add(engine.info.name)
+        progress.causes.append(str(error))
+
+    def _choose_prefill(self, progress: _Progress) -> Engine | None:
+        work = Work(len(progress.work.prompt.token_ids), 0, 1)
+        chosen = self._choose("prefill", self._fleet.ready(Role.PREFILL), work, 1, progress)
+        return chosen[0] if chosen else None
+
+    def _choose_decodes(
+        self, progress: _Progress, *, any_role: bool = False
+    ) -> list[tuple[Engine, tuple[int, ...]]]:
+        engines = self._fleet.ready(*_DECODERS)
+        if not engines and any_role:
+            engines = self._fleet.ready()
+        missing = progress.missing
+        asked = progress.work
+        work = Work(len(asked.prompt.token_ids), asked.sampling.max_tokens, len(missing))
+        count = self._settings.decode_engines_per_group
+        chosen = self._choose("decode", engines, work, count, progress)
+        by_name = {engine.info.name: engine for engine in chosen}
+        return [(by_name[name], indices) for name, indices in share(missing, list(by_name))]
+
+    def _choose(
+        self, kind: str, engines: Sequence[Engine], work: Work, count: int, progress: _Progress
+    ) -> list[Engine]:
+        fresh = [engine for engine in engines if engine.info.name not in progress.avoid]
+        candidates = {engine.info.name: engine for engine in fresh or engines}
+        views = tuple(self._view(engine) for engine in candidates.values())
+        turn = self._turns[kind]
+        self._turns[kind] += 1
+        names = self._policy.choose(Snapshot(views, turn), work, count)
+        return [candidates[name] for name in names]
+
+    def _view(self, engine: Engine) -> EngineView:
+        name = engine.info.name
+        return EngineView(
+            name=name,
+            tokens_in_flight=self._tokens[name],
+            free_seats=engine.info.max_num_seqs - self._sequences[name],
+        )
+
+    def _request(self, work: GroupWork, index: int) -> DecodeRequest:
+        return DecodeRequest(
+            request_id=self._new_id(),
+            token_ids=work.prompt.token_ids,
+            sampling=work.sampling,
+            seed=derive_seed(work.seed, index),
+        )
+
+    def _new_id(self) -> str:
+        """Return a request id that was never used before, not even by another process."""
+        return f"{self._id_prefix}-{next(self._ids)}"
+
+    def _kv_budget(self, engine: Engine) -> WeightedGate:
+        """Return the gate that bounds handles by what this incarnation's KV can hold."""
+        key = engine.info.engine_id
+        if key not in self._kv_budgets:
+            self._kv_budgets[key] = WeightedGate(int(engine.info.num_blocks * _KV_SHARE))
+        return self._kv_budgets[key]
+
+    def _resize_seats(self) -> None:
+        engines = self._fleet.ready(*_DECODERS) or self._fleet.ready()
+        if engines:  # with none, groups wait for one inside their attempt
+            self._seats.set_capacity(sum(engine.info.max_num_seqs for engine in engines))
+
+    @contextlib.contextmanager
+    def _loaded(self, engine: str, tokens: int) -> Generator[None, None, None]:
+        self._tokens[engine] += tokens
+        try:
+            yield
+        finally:
+            self._tokens[engine] -= tokens
+
+    @contextlib.contextmanager
+    def _releasable(self, engine: str, tokens: int) -> Generator[Callable[[], None], None, None]:
+        """Count one sequence as load until it is released, at the latest at the end."""
+        released = False
+        self._tokens[engine] += tokens
+        self._sequences[engine] += 1
+
+        def release() -> None:
+            nonlocal released
+            if not released:
+                released = True
+                self._tokens[engine] -= tokens
+                self._sequences[engine] -= 1
+
+        try:
+            yield release
+        finally:
+            release()

@@ -1,0 +1,68 @@
+"""A semaphore with weights, first come first served, whose capacity may change."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator
+
+
+class WeightedGate:
+    """Lets holders in while the sum of their weights fits the capacity.
+
+    A weight above the capacity is let in alone, so that nothing waits for ever.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._held = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def held(self) -> int:
+        """Sum of the weights of those inside."""
+        return self._held
+
+    def set_capacity(self, capacity: int) -> None:
+        """Change the capacity; those inside stay."""
+        self._capacity = capacity
+        self._admit()
+
+    async def acquire(self, weight: int) -> None:
+        """Wait until there is room, in order of arrival."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (weight, future)
+        self._waiting.append(entry)
+        self._admit()
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.release(weight)
+            else:
+                self._waiting.remove(entry)
+                self._admit()
+            raise
+
+    def release(self, weight: int) -> None:
+        """Leave; each `acquire` is released once."""
+        self._held -= weight
+        self._admit()
+
+    @contextlib.asynccontextmanager
+    async def hold(self, weight: int) -> AsyncGenerator[None, None]:
+        await self.acquire(weight)
+        try:
+            yield
+        finally:
+            self.release(weight)
+
+    def _admit(self) -> None:
+        while self._waiting:
+            weight, future = self._waiting[0]
+            if self._held and self._held + weight > self._capacity:
+                return
+            self._waiting.popleft()
+            self._held += weight
+            future.set_result(None)

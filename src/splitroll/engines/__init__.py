@@ -1,0 +1,1 @@
+"""Engines behind one small interface: vLLM in a Ray actor, or simulated."""

@@ -1,0 +1,166 @@
+"""What must be changed inside vLLM's own processes, applied as a vLLM general plugin.
+
+vLLM imports this in the actor, in EngineCore and in every worker. It acts only in the child
+processes of a splitroll engine (`SPLITROLL_ENGINE` is set by the actor's environment), and is the
+only module that touches vLLM's, NIXL's and zmq's internals. Each change says why it is there; all
+were seen with vllm 0.32.0 and nixl 1.5.1, and each can go once upstream offers the setting.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+from typing import Any
+
+ENGINE_ENV = "SPLITROLL_ENGINE"
+"""Set to the engine's name in all processes of an engine of ours."""
+
+PROGRESS_DELAY_US = 2000
+"""Pause between two polls of NIXL's progress thread; 0, its default, burns a core when idle."""
+
+_PR_SET_PDEATHSIG = 1
+_installed = False
+
+
+def install() -> None:
+    """Apply all changes, once, in a child process of a splitroll engine."""
+    global _installed
+    if _installed or ENGINE_ENV not in os.environ or multiprocessing.parent_process() is None:
+        return
+    _installed = True
+    _die_with_parent()
+    _exit_directly()
+    _report_state()
+    _hold_side_channel_port()
+
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        _calm_progress_thread()
+        _keep_affinity(current_platform)
+
+
+def _die_with_parent() -> None:
+    """EngineCore outlives a parent that dies hard, and keeps its ports and memory."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _exit_directly() -> None:
+    """Processes with a NIXL agent crash in libnl's destructors at exit; skip those.
+
+    Registered early, hence called last of all exit handlers.
+    """
+    atexit.register(os._exit, 0)
+
+
+def _report_state() -> None:
+    """Add utility calls to EngineCore: vLLM's metrics go stale when an engine is idle."""
+    from vllm.v1.engine.core import EngineCore
+
+    def splitroll_describe(core: Any) -> tuple[int, int, int, str, list[int]]:
+        cache = core.scheduler.kv_cache_config
+        spec = cache.kv_cache_groups[0].kv_cache_spec
+        rank_bytes = sum(
+            group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+            for group in cache.kv_cache_groups
+        )
+        ranks = core.vllm_config.parallel_config.tensor_parallel_size
+        kv_dtype = str(getattr(spec, "dtype", "")).removeprefix("torch.")
+        pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
+        return cache.num_blocks - 1, spec.block_size, rank_bytes * ranks, kv_dtype, pids
+
+    def splitroll_load(core: Any) -> tuple[int, int, int]:
+        scheduler = core.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        # One block of the pool is the null block, which is never free.
+        held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+        running, waiting = scheduler.get_request_counts()
+        return running, waiting, held
+
+    EngineCore.splitroll_describe = splitroll_describe
+    EngineCore.splitroll_load = splitroll_load
+
+
+def _hold_side_channel_port() -> None:
+    """Let the process that binds NIXL's side channel choose its port and hold it until then.
+
+    vLLM takes the port from the environment, where somebody else may have taken it meanwhile, and
+    a failed bind in its listener thread hangs the start for ever. Port 0 means: choose one here.
+    """
+    from vllm import envs
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_scheduler
+    from vllm.utils.network_utils import make_zmq_socket
+
+    scheduler_class = base_scheduler.NixlBaseConnectorScheduler
+    original_init = scheduler_class.__init__
+    original_zmq_ctx = base_scheduler.zmq_ctx
+    held: dict[str, socket.socket] = {}
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original_init(self, *args, **kwargs)
+        host = self.side_channel_host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        port = self.side_channel_port if envs.VLLM_NIXL_SIDE_CHANNEL_PORT else 0
+        try:
+            listener.bind((host, port))
+        except OSError as exc:
+            raise OSError(exc.errno, f"NIXL side channel {host}:{port}: {exc.strerror}") from exc
+        listener.listen()
+        self.side_channel_port = listener.getsockname()[1]
+        held[base_scheduler.make_zmq_path("tcp", host, self.side_channel_port)] = listener
+
+    def zmq_ctx(socket_type: Any, addr: str) -> Any:
+        listener = held.pop(addr, None)
+        if listener is None:
+            return original_zmq_ctx(socket_type, addr)
+        return _listening_context(make_zmq_socket, socket_type, addr, listener)
+
+    scheduler_class.__init__ = init
+    base_scheduler.zmq_ctx = zmq_ctx
+
+
+class _listening_context:
+    """A zmq socket on a listener that is already bound, closed with its context."""
+
+    def __init__(self, make: Any, socket_type: Any, addr: str, listener: socket.socket) -> None:
+        import zmq
+
+        self._context = zmq.Context()
+        self._make = make
+        self._arguments = (self._context, addr, socket_type)
+        self._listener = listener
+
+    def __enter__(self) -> Any:
+        return self._make(*self._arguments, bind=True, listener=self._listener)
+
+    def __exit__(self, *exc: object) -> None:
+        self._context.destroy(linger=0)
+
+
+def _calm_progress_thread() -> None:
+    """NIXL's Python API fixes the progress thread's delay at 0, and vLLM offers no setting."""
+    try:
+        from nixl import _bindings
+    except ImportError:
+        return  # a colocated engine needs no NIXL; a split one fails with vLLM's own error
+    original = _bindings.nixlAgent
+
+    def agent(name: str, config: Any) -> Any:
+        config.pthrDelay = PROGRESS_DELAY_US
+        return original(name, config)
+
+    _bindings.nixlAgent = agent
+
+
+def _keep_affinity(platform: Any) -> None:
+    """vLLM's NIXL worker pins itself to the last core of each NUMA node, so that all engines of a
+    host share one core; our placement decides instead."""
+    type(platform).discover_numa_topology = classmethod(lambda cls: [])

@@ -1,0 +1,240 @@
+"""The seam between the fleet and an engine: a data plane, a control plane, and their values.
+
+Implementations: `splitroll.engines.ray_engine.RayEngine` (vLLM in a Ray actor) and
+`splitroll.engines.simulated.SimulatedEngine`. One contract suite (`tests/contract`) runs over both.
+
+Invariants of every implementation:
+- a request id is used once; each request ends exactly once, with an output or an exception;
+- an exception is `EngineDied` when the engine is gone, `LegError` when only the request failed,
+  `InvalidRequest` when the request itself is at fault;
+- an aborted request frees what it holds at once; aborting an unknown request does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from splitroll.types import Role, SamplingParams
+
+KvParams = Mapping[str, Any]
+"""What a KV connector passes between a prefill and a decode request, opaque to everyone else."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRequest:
+    """Compute the KV of a prompt and hold it for a decode engine.
+
+    Attributes:
+        kv: the connector's parameters that ask for a handle.
+        cache_salt: separates prefix caches; None shares the common one.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    kv: KvParams
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOutput:
+    """A finished prefill.
+
+    Attributes:
+        kv: the handle's parameters, None when the engine returned none.
+        elapsed_s: from the request's arrival at the engine to its end.
+        computed_tokens: prompt tokens that were not in the prefix cache.
+    """
+
+    kv: KvParams | None
+    elapsed_s: float
+    computed_tokens: int
+    weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRequest:
+    """Generate one sample.
+
+    Attributes:
+        seed: of this sample; used when the temperature is above 0.
+        kv: the connector's parameters of a handle; None computes the prompt here, as far as it is
+            not in the prefix cache.
+        top_logprobs: how many of the most likely tokens to report at the first position.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    kv: KvParams | None = None
+    cache_salt: str | None = None
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first token is out: the prompt's KV is complete on this engine.
+
+    Attributes:
+        cached_tokens: prompt tokens that were not computed here: pulled, or in the prefix cache.
+    """
+
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOutput:
+    """A finished sample.
+
+    Attributes:
+        logprobs: one per token.
+        finish_reason: "stop", "length", or "abort" (the tokens so far).
+        cached_tokens: as in FirstToken.
+        wait_s: from arrival until the prompt's KV was there or could be computed.
+        prefill_s: from then to the first token.
+        decode_s: from the first token to the last.
+        first_top_logprobs: token id to log-probability at the first position, if asked for.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: str
+    cached_tokens: int
+    wait_s: float
+    prefill_s: float
+    decode_s: float
+    weight_version: int
+    first_top_logprobs: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What does not change during an engine's life.
+
+    Attributes:
+        engine_id: the KV connector's id of this incarnation.
+        pids: of all its processes, the actor's first.
+        num_blocks: KV blocks that requests can use.
+        block_bytes: bytes of one KV block over all layers and ranks.
+        log_path: where its processes write, on its node.
+        start_s: seconds by phase of the start-up.
+        kv_dtype: data type of the KV cache.
+    """
+
+    name: str
+    role: Role
+    engine_id: str
+    pids: tuple[int, ...]
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    max_num_seqs: int
+    max_model_len: int
+    dtype: str
+    kv_dtype: str
+    log_path: str
+    start_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine holds now.
+
+    Attributes:
+        held_blocks: KV blocks in use, by requests or by handles; cached free blocks not counted.
+    """
+
+    running: int
+    waiting: int
+    held_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounters:
+    """What an engine did since its start, from its own metrics.
+
+    Attributes:
+        computed_tokens: prompt tokens computed here.
+        cache_hit_tokens: prompt tokens found in the local prefix cache.
+        pulled_tokens: prompt tokens whose KV came from another engine.
+        kv_pulls: KV transfers that this engine pulled; `kv_bytes` is their sum, `kv_pull_s` their
+            duration.
+        kv_failures: failed transfers, handshakes and notifications.
+        kv_expired: handles of this engine whose lease ended before they were pulled.
+    """
+
+    computed_tokens: int = 0
+    cache_hit_tokens: int = 0
+    pulled_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    kv_pulls: int = 0
+    kv_bytes: int = 0
+    kv_pull_s: float = 0.0
+    kv_failures: int = 0
+    kv_expired: int = 0
+
+    def __add__(self, other: EngineCounters) -> EngineCounters:
+        return EngineCounters(
+            *(getattr(self, name) + getattr(other, name) for name in self.__slots__)
+        )
+
+    def __sub__(self, other: EngineCounters) -> EngineCounters:
+        return EngineCounters(
+            *(getattr(self, name) - getattr(other, name) for name in self.__slots__)
+        )
+
+
+class DataPlane(Protocol):
+    """Requests in, tokens out."""
+
+    async def prefill(self, request: PrefillRequest) -> PrefillOutput:
+        """Compute a prompt's KV and return the handle to it."""
+        ...
+
+    def decode(self, request: DecodeRequest) -> AsyncGenerator[FirstToken | DecodeOutput, None]:
+        """Generate one sample: yields FirstToken, then DecodeOutput, then ends."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests now and free what they hold."""
+        ...
+
+    async def release(self, request_id: str, kv: KvParams) -> None:
+        """Tell the prefill engine of a handle that it will not be pulled, so that it frees it.
+
+        Called on a decode engine; `request_id` is a fresh one.
+        """
+        ...
+
+    async def load(self) -> EngineLoad:
+        """Return what the engine holds now, asked of the engine itself."""
+        ...
+
+
+class ControlPlane(Protocol):
+    """The life of an engine."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    async def health(self) -> None:
+        """Return when the engine's own loop answers; raise EngineDied when it is gone."""
+        ...
+
+    async def counters(self) -> EngineCounters: ...
+
+    async def reset_prefix_cache(self) -> bool:
+        """Drop the prefix cache; False when the engine refused since blocks are in use."""
+        ...
+
+    async def close(self) -> None:
+        """End all processes of the engine. Never raises for an engine that is already dead."""
+        ...
+
+
+class Engine(DataPlane, ControlPlane, Protocol):
+    """A running engine."""

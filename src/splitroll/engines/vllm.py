@@ -1,0 +1,329 @@
+"""One vLLM engine in this process: an in-process AsyncLLM behind the engine interface.
+
+Runs inside the engine's own actor; the environment that vLLM reads at import is set by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from splitroll.engines.arguments import EngineArguments
+from splitroll.engines.protocol import (
+    DecodeOutput,
+    DecodeRequest,
+    EngineCounters,
+    EngineInfo,
+    EngineLoad,
+    FirstToken,
+    KvParams,
+    PrefillOutput,
+    PrefillRequest,
+)
+from splitroll.errors import (
+    EngineDied,
+    EngineStartError,
+    InvalidRequest,
+    KvLoadFailed,
+    LegError,
+    Problem,
+)
+from splitroll.types import SamplingParams
+
+_WARM_UP = SamplingParams(max_tokens=2, temperature=0.0)
+_WARM_UP_TOKENS = 40
+"""More than a block on CPU, so that the first forward of each kind is behind us."""
+
+
+class VllmEngine:
+    """An engine on vLLM's AsyncLLM."""
+
+    def __init__(self, arguments: EngineArguments, log_path: str) -> None:
+        self._arguments = arguments
+        self._log_path = log_path
+        self._counters = EngineCounters()
+        self._weight_version = 0
+
+    async def start(self) -> EngineInfo:
+        """Start the engine, generate once, and return what it is.
+
+        Raises:
+            EngineStartError: with vLLM's own error.
+        """
+        begun = time.monotonic()
+        arguments = dict(self._arguments.vllm)
+        if (transfer := arguments.get("kv_transfer_config")) is not None:
+            arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
+        try:
+            self._llm = AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**arguments), stat_loggers=[self._make_logger]
+            )
+            loaded = time.monotonic()
+            await self._warm_up()
+        except Exception as exc:  # whatever vLLM raises here is the engine's own error
+            raise EngineStartError(self._arguments.name, f"{type(exc).__name__}: {exc}") from exc
+        warm = time.monotonic()
+        self._info = await self._describe({"load": loaded - begun, "warm_up": warm - loaded})
+        return self._info
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    async def prefill(self, request: PrefillRequest) -> PrefillOutput:
+        begun = time.monotonic()
+        # An allow-list: nothing of the caller's sampling may prolong or end this leg. The token
+        # is discarded, so it must neither be EOS nor stop.
+        sampling = VllmSamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"kv_transfer_params": dict(request.kv)},
+        )
+        output = None
+        async for output in self._generate(request, sampling):
+            pass
+        if output is None or output.outputs[0].finish_reason != "length":
+            reason = "nothing" if output is None else output.outputs[0].finish_reason
+            raise LegError(self._arguments.name, f"prefill ended with {reason}")
+        return PrefillOutput(
+            kv=output.kv_transfer_params,
+            elapsed_s=time.monotonic() - begun,
+            computed_tokens=len(request.token_ids) - (output.num_cached_tokens or 0),
+            weight_version=self._weight_version,
+        )
+
+    async def decode(
+        self, request: DecodeRequest
+    ) -> AsyncGenerator[FirstToken | DecodeOutput, None]:
+        sampling = _vllm_sampling(request)
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        text: list[str] = []
+        top: dict[int, float] = {}
+        async for output in self._generate(request, sampling):
+            piece = output.outputs[0]
+            if piece.finish_reason == "error":
+                raise KvLoadFailed(self._arguments.name, "vLLM ended the request with an error")
+            cached = output.num_cached_tokens or 0
+            if piece.token_ids and not token_ids and piece.finish_reason is None:
+                yield FirstToken(cached_tokens=cached)
+            if not token_ids and request.top_logprobs and piece.logprobs:
+                top = {token: entry.logprob for token, entry in piece.logprobs[0].items()}
+            token_ids += piece.token_ids
+            logprobs += _chosen_logprobs(piece, self._arguments.name)
+            text.append(piece.text)
+            if piece.finish_reason is not None:
+                if piece.finish_reason != "abort" and not token_ids:
+                    raise LegError(self._arguments.name, "a finished sample without tokens")
+                wait_s, prefill_s, decode_s = _phases(output.metrics)
+                yield DecodeOutput(
+                    token_ids=tuple(token_ids),
+                    logprobs=tuple(logprobs),
+                    text="".join(text),
+                    finish_reason=piece.finish_reason,
+                    cached_tokens=cached,
+                    wait_s=wait_s,
+                    prefill_s=prefill_s,
+                    decode_s=decode_s,
+                    weight_version=self._weight_version,
+                    first_top_logprobs=top,
+                )
+                return
+        raise LegError(self._arguments.name, "the stream ended without a finish reason")
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        with self._engine_errors():
+            await self._llm.abort(request_ids)
+
+    async def release(self, request_id: str, kv: KvParams) -> None:
+        with self._engine_errors():
+            await self._llm.notify_kv_transfer_request_rejected(request_id, dict(kv))
+
+    async def load(self) -> EngineLoad:
+        with self._engine_errors():
+            running, waiting, held = await self._llm.engine_core.call_utility_async(
+                "splitroll_load"
+            )
+        return EngineLoad(running=running, waiting=waiting, held_blocks=held)
+
+    async def health(self) -> None:
+        with self._engine_errors():
+            await self._llm.check_health()
+        await self.load()
+
+    async def counters(self) -> EngineCounters:
+        return self._counters
+
+    async def reset_prefix_cache(self) -> bool:
+        with self._engine_errors():
+            return bool(await self._llm.reset_prefix_cache())
+
+    async def close(self) -> None:
+        if hasattr(self, "_llm"):
+            await asyncio.to_thread(self._llm.shutdown)
+
+    async def _generate(
+        self, request: PrefillRequest | DecodeRequest, sampling: VllmSamplingParams
+    ) -> AsyncGenerator[Any, None]:
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
+        with self._engine_errors():
+            async for output in self._llm.generate(prompt, sampling, request.request_id):
+                yield output
+
+    @contextlib.contextmanager
+    def _engine_errors(self) -> Any:
+        try:
+            yield
+        except EngineDeadError as exc:
+            raise EngineDied(self._arguments.name, str(exc)) from exc
+        except (ValueError, TypeError) as exc:
+            problem = Problem("request", str(exc), "what vLLM accepts", "change the request")
+            raise InvalidRequest([problem]) from exc
+
+    async def _warm_up(self) -> None:
+        request = DecodeRequest(
+            request_id=f"{self._arguments.name}-warm-up",
+            token_ids=tuple(range(1, _WARM_UP_TOKENS + 1)),
+            sampling=_WARM_UP,
+            seed=0,
+            cache_salt="warm-up",
+        )
+        async for _ in self.decode(request):
+            pass
+        await self._llm.reset_prefix_cache()
+        self._counters = EngineCounters()
+
+    async def _describe(self, start_s: Mapping[str, float]) -> EngineInfo:
+        config = self._llm.vllm_config
+        cache = config.cache_config
+        info = await self._llm.engine_core.call_utility_async("splitroll_describe")
+        num_blocks, block_size, block_bytes, kv_dtype, pids = info
+        return EngineInfo(
+            name=self._arguments.name,
+            role=self._arguments.role,
+            engine_id=getattr(config.kv_transfer_config, "engine_id", None) or "",
+            pids=(os.getpid(), *pids),
+            num_blocks=num_blocks,
+            block_size=block_size or cache.block_size,
+            block_bytes=block_bytes,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_model_len=config.model_config.max_model_len,
+            dtype=str(config.model_config.dtype).removeprefix("torch."),
+            kv_dtype=kv_dtype,
+            log_path=self._log_path,
+            start_s=start_s,
+        )
+
+    def _make_logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
+        return _Counting(self)
+
+    def count(self, step: EngineCounters) -> None:
+        """Add what one engine step did."""
+        self._counters = self._counters + step
+
+
+class _Counting(StatLoggerBase):  # type: ignore[misc]
+    """Adds up vLLM's per-step statistics."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        step = EngineCounters()
+        if iteration_stats is not None:
+            tokens = iteration_stats.prompt_token_stats
+            step += EngineCounters(
+                computed_tokens=tokens.computed,
+                cache_hit_tokens=tokens.local_cache_hit,
+                pulled_tokens=tokens.external_kv_transfer,
+                generated_tokens=iteration_stats.num_generation_tokens,
+                preemptions=iteration_stats.num_preempted_reqs,
+            )
+        if scheduler_stats is not None and scheduler_stats.kv_connector_stats:
+            step += _connector_counters(scheduler_stats.kv_connector_stats)
+        self._engine.count(step)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+def _connector_counters(stats: Any) -> EngineCounters:
+    data = stats.get("data", stats) if isinstance(stats, Mapping) else stats.data
+    failures = ("num_failed_transfers", "num_failed_notifications", "num_failed_handshakes")
+    return EngineCounters(
+        kv_pulls=len(data.get("bytes_transferred", ())),
+        kv_bytes=int(sum(data.get("bytes_transferred", ()))),
+        kv_pull_s=float(sum(data.get("transfer_duration", ()))),
+        kv_failures=sum(len(data.get(name, ())) for name in failures),
+        kv_expired=len(data.get("num_kv_expired_reqs", ())),
+    )
+
+
+def _vllm_sampling(request: DecodeRequest) -> VllmSamplingParams:
+    sampling = request.sampling
+    extra = None if request.kv is None else {"kv_transfer_params": dict(request.kv)}
+    return VllmSamplingParams(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        seed=request.seed,
+        logprobs=request.top_logprobs,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=extra,
+    )
+
+
+def _chosen_logprobs(piece: Any, engine: str) -> list[float]:
+    """Return the log-probability of each token of a piece; one that is missing is an error."""
+    entries = piece.logprobs or []
+    if len(entries) != len(piece.token_ids):
+        raise LegError(
+            engine, f"{len(piece.token_ids)} tokens came with {len(entries)} log-probabilities"
+        )
+    return [
+        float(entry[token].logprob) for token, entry in zip(piece.token_ids, entries, strict=True)
+    ]
+
+
+def _phases(metrics: Any) -> tuple[float, float, float]:
+    """Return (wait, prefill, decode) seconds; zeros where a request ended before the phase."""
+    if metrics is None or not metrics.first_token_ts:
+        return 0.0, 0.0, 0.0
+    return (
+        max(0.0, metrics.scheduled_ts - metrics.queued_ts),
+        max(0.0, metrics.first_token_ts - metrics.scheduled_ts),
+        max(0.0, metrics.last_token_ts - metrics.first_token_ts),
+    )
+

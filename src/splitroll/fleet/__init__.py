@@ -1,0 +1,1 @@
+"""The engines of one rollout system: launched, proven, watched, restarted."""

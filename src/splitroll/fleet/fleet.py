@@ -1,0 +1,296 @@
+"""The only owner of engine processes: launches, proves, watches and restarts them.
+
+Invariants:
+- an engine serves only after every pair that it is part of has been proven;
+- a restarted engine has a new connector id, so that no peer can use what it knew of the old one;
+- a death is reported once, by whoever sees it first: a failed call or the health check;
+- when the fleet closes, every engine that it launched has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from splitroll.config.schema import Limits
+from splitroll.engines.protocol import Engine, EngineCounters
+from splitroll.errors import EngineDied, EngineStartError, FleetError, SplitrollError
+from splitroll.fleet.prove import PairProof
+from splitroll.placement import EngineSpec
+from splitroll.types import Role
+
+log = logging.getLogger(__name__)
+
+_RESTART_PAUSE_S = 1.0
+"""Before a second attempt to restart an engine; doubled for each further one."""
+
+
+class Launcher(Protocol):
+    """Starts engines; the fleet's only way to make one."""
+
+    async def launch(self, spec: EngineSpec, generation: int) -> Engine:
+        """Start one incarnation of an engine; cleans up after itself when cancelled or failed.
+
+        Raises:
+            EngineStartError: with the engine's own error.
+        """
+        ...
+
+
+Prover = Callable[[Sequence[Engine], Sequence[Engine]], Awaitable[list[PairProof]]]
+"""Proves every pair of the given prefill and decode engines; raises ProofError."""
+
+
+class MemberState(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Member:
+    """One place in the fleet, and the engine that holds it now."""
+
+    spec: EngineSpec
+    state: MemberState = MemberState.STARTING
+    engine: Engine | None = None
+    generation: int = 0
+    restarts: int = 0
+    last_error: str | None = None
+    seen: EngineCounters = field(default_factory=EngineCounters)
+    """Counters of the present incarnation, as last read."""
+    retired: EngineCounters = field(default_factory=EngineCounters)
+    """Counters of incarnations that ended."""
+    proving: EngineCounters = field(default_factory=EngineCounters)
+    """What start-up proofs added to the counters."""
+
+
+class Fleet:
+    """A set of engines under supervision. Make one with `Fleet.open`."""
+
+    def __init__(
+        self, specs: Sequence[EngineSpec], launcher: Launcher, prove: Prover | None, limits: Limits
+    ) -> None:
+        self.members = {spec.name: Member(spec) for spec in specs}
+        self.proofs: list[PairProof] = []
+        self._launcher = launcher
+        self._prove = prove
+        self._limits = limits
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Condition()
+        self._listeners: list[Callable[[], None]] = []
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(
+        cls,
+        specs: Sequence[EngineSpec],
+        launcher: Launcher,
+        limits: Limits,
+        make_prover: Callable[[Fleet], Prover] | None = None,
+        on_state: Callable[[Fleet], None] = lambda fleet: None,
+    ) -> AsyncGenerator[Fleet, None]:
+        """Start all engines in parallel, prove all pairs, supervise; close all at the end.
+
+        Raises:
+            EngineStartError: the first engine that did not come up; the others are ended.
+            ProofError: a pair does not hand off KV.
+        """
+        fleet = cls(specs, launcher, None, limits)
+        if make_prover is not None:
+            fleet._prove = make_prover(fleet)
+        fleet.on_change(lambda: on_state(fleet))
+        try:
+            await fleet._start()
+            yield fleet
+        finally:
+            await fleet._close()
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call back whenever a member's state changes."""
+        self._listeners.append(listener)
+
+    def ready(self, *roles: Role) -> list[Engine]:
+        """Return the engines that serve, of the given roles (all if none is given)."""
+        return [
+            member.engine
+            for member in self.members.values()
+            if member.state is MemberState.READY
+            and member.engine is not None
+            and (not roles or member.spec.role in roles)
+        ]
+
+    async def wait_ready(self, *roles: Role, timeout_s: float) -> bool:
+        """Wait until an engine of these roles serves; False when none can, or none does in time."""
+
+        def settled() -> bool:
+            mine = [m for m in self.members.values() if not roles or m.spec.role in roles]
+            return bool(self.ready(*roles)) or all(m.state is MemberState.FAILED for m in mine)
+
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(settled)
+        except TimeoutError:
+            return False
+        return bool(self.ready(*roles))
+
+    def report_death(self, engine: Engine, cause: str) -> None:
+        """Take an engine out of service and restart it; does nothing if that is under way."""
+        member = self.members[engine.info.name]
+        if member.engine is not engine or member.state is not MemberState.READY:
+            return
+        log.warning("engine %s died: %s; restarting it", engine.info.name, cause)
+        member.last_error = cause
+        self._retire_counters(member)
+        self._set_state(member, MemberState.RESTARTING)
+        self._spawn(self._restart(member, engine))
+
+    async def counters(self) -> dict[str, EngineCounters]:
+        """Return each engine's counters: earlier incarnations included, proofs left out.
+
+        Of an incarnation that died, they are those of the last health check.
+        """
+        await asyncio.gather(*(self._read_counters(m) for m in self.members.values()))
+        return {name: m.retired + m.seen - m.proving for name, m in self.members.items()}
+
+    async def _start(self) -> None:
+        launches = [
+            asyncio.create_task(self._launch(member, member.generation))
+            for member in self.members.values()
+        ]
+        try:
+            for launch in asyncio.as_completed(launches):
+                await launch
+        except BaseException:
+            for task in launches:
+                task.cancel()
+            await asyncio.gather(*launches, return_exceptions=True)
+            raise
+        engines = [member.engine for member in self.members.values() if member.engine is not None]
+        self.proofs = await self._prove_new(engines, engines)
+        for member in self.members.values():
+            self._set_state(member, MemberState.READY)
+        self._spawn(self._watch())
+
+    async def _launch(self, member: Member, generation: int) -> Engine:
+        limit_s = self._limits.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                member.engine = await self._launcher.launch(member.spec, generation)
+        except TimeoutError as exc:
+            raise EngineStartError(
+                member.spec.name, f"it was not ready in {limit_s:g} s (limits.start_timeout_s)"
+            ) from exc
+        return member.engine
+
+    async def _prove_new(
+        self, new: Sequence[Engine], present: Sequence[Engine]
+    ) -> list[PairProof]:
+        """Prove all pairs that have a new engine in them."""
+        if self._prove is None:
+            return []
+        proofs = []
+        for engine in new:
+            if engine.info.role is Role.PREFILL:
+                decodes = [e for e in present if e.info.role is Role.DECODE]
+                proofs += await self._prove([engine], decodes)
+        for engine in new:
+            if engine.info.role is Role.DECODE:
+                prefills = [e for e in present if e.info.role is Role.PREFILL and e not in new]
+                proofs += await self._prove(prefills, [engine])
+        for proof in proofs:
+            for name, added in zip((proof.prefill, proof.decode), proof.counters(), strict=True):
+                self.members[name].proving += added
+        return proofs
+
+    async def _restart(self, member: Member, old: Engine) -> None:
+        with contextlib.suppress(SplitrollError):
+            await old.close()
+        member.engine = None
+        pause_s = _RESTART_PAUSE_S
+        while member.restarts < self._limits.max_restarts:
+            member.restarts += 1
+            member.generation += 1
+            try:
+                engine = await self._launch(member, member.generation)
+                await self._prove_new([engine], [engine, *self.ready()])
+            except FleetError as exc:
+                member.last_error = str(exc)
+                log.warning("restart %d of %s: %s", member.restarts, member.spec.name, exc)
+                await self._discard(member)
+                await asyncio.sleep(pause_s)
+                pause_s *= 2
+                continue
+            log.info("engine %s is back", member.spec.name)
+            self._set_state(member, MemberState.READY)
+            return
+        log.error("engine %s is given up: %s", member.spec.name, member.last_error)
+        self._set_state(member, MemberState.FAILED)
+
+    async def _discard(self, member: Member) -> None:
+        engine, member.engine = member.engine, None
+        if engine is not None:
+            with contextlib.suppress(SplitrollError):
+                await engine.close()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._limits.health_interval_s)
+            await asyncio.gather(*(self._check(member) for member in self.members.values()))
+
+    async def _check(self, member: Member) -> None:
+        engine = member.engine
+        if engine is None or member.state is not MemberState.READY:
+            return
+        limit_s = self._limits.health_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await engine.health()
+                member.seen = await engine.counters()
+        except EngineDied as exc:
+            self.report_death(engine, exc.cause)
+        except TimeoutError:
+            self.report_death(engine, f"it answered no health check for {limit_s:g} s")
+
+    async def _read_counters(self, member: Member) -> None:
+        if member.engine is None or member.state is not MemberState.READY:
+            return
+        with contextlib.suppress(EngineDied, TimeoutError):
+            async with asyncio.timeout(self._limits.health_timeout_s):
+                member.seen = await member.engine.counters()
+
+    def _retire_counters(self, member: Member) -> None:
+        member.retired += member.seen
+        member.seen = EngineCounters()
+
+    def _set_state(self, member: Member, state: MemberState) -> None:
+        member.state = state
+        for listener in self._listeners:
+            listener()
+        self._spawn(self._notify())
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[assignment]
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a fleet task failed", exc_info=error)
+
+    async def _close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self._discard(member) for member in self.members.values()))

@@ -1,0 +1,355 @@
+"""The order of a handoff. This is the only place that knows it.
+
+    prefill leg -> handle -> leader pulls -> its first token proves the KV -> siblings join
+
+Siblings are admitted without KV parameters, after the leader's first token: the prompt's full
+blocks are then in the decode engine's prefix cache. Admitting them earlier, or with the handle,
+returns other requests' KV without an error once prefill has recycled the blocks.
+
+Invariants:
+- a handle ends settled: pulled, given back on a decode engine, or gone with its prefill engine;
+- a request that does not end by itself is aborted on its engine, also when we are cancelled;
+- every wait has a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from splitroll.engines.protocol import (
+    DecodeOutput,
+    DecodeRequest,
+    Engine,
+    KvParams,
+    PrefillOutput,
+    PrefillRequest,
+)
+from splitroll.errors import (
+    EngineDied,
+    KvLoadFailed,
+    LegError,
+    LegTimeout,
+    SplitrollError,
+)
+from splitroll.handoff.backend import KvBackend
+from splitroll.handoff.cleanup import Cleanup
+from splitroll.handoff.handle import KvHandle
+
+
+@dataclass(frozen=True, slots=True)
+class LegLimits:
+    """Limits of the legs, in seconds; see `splitroll.config` for their meaning."""
+
+    lease_s: float
+    handoff_timeout_s: float
+    prefill_timeout_s: float
+    sample_timeout_s: float
+
+
+@dataclass(slots=True)
+class DecodeResult:
+    """How the decode leg of a group ended on one engine.
+
+    Attributes:
+        outputs: by request id, of the requests that completed.
+        waited_s: by request id, from the leg's start until the prompt's KV was there.
+        errors: of the requests that did not complete; empty when all did.
+        handed_off: whether the handle's KV arrived.
+        recomputed_tokens: prompt tokens computed here although their KV was offered.
+    """
+
+    outputs: dict[str, DecodeOutput] = field(default_factory=dict)
+    waited_s: dict[str, float] = field(default_factory=dict)
+    errors: list[SplitrollError] = field(default_factory=list)
+    handed_off: bool = False
+    recomputed_tokens: int = 0
+
+
+class Handoff:
+    """Runs the legs of handoffs with one backend.
+
+    Args:
+        decoders: returns the engines that are up and can give a handle back, in any order.
+    """
+
+    def __init__(
+        self,
+        backend: KvBackend,
+        limits: LegLimits,
+        cleanup: Cleanup,
+        decoders: Callable[[], Sequence[Engine]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._limits = limits
+        self._cleanup = cleanup
+        self._decoders = decoders
+        self._clock = clock
+
+    async def prefill(
+        self,
+        engine: Engine,
+        request_id: str,
+        token_ids: tuple[int, ...],
+        cache_salt: str | None = None,
+    ) -> KvHandle:
+        """Run a prefill leg.
+
+        Raises:
+            LegError: it failed, or returned no handle.
+            LegTimeout: it exceeded its limit; it is then aborted, and a late handle given back.
+            EngineDied: the engine is gone.
+        """
+        request = PrefillRequest(request_id, token_ids, self._backend.prefill_params(), cache_salt)
+        begun_s = self._clock()
+        leg = asyncio.ensure_future(engine.prefill(request))
+        try:
+            async with asyncio.timeout(self._limits.prefill_timeout_s):
+                output = await asyncio.shield(leg)
+        except (TimeoutError, asyncio.CancelledError) as exc:
+            self._cleanup.spawn("late prefill", self._end_prefill(engine, request, leg, begun_s))
+            if isinstance(exc, TimeoutError):
+                limit_s = self._limits.prefill_timeout_s
+                raise LegTimeout(engine.info.name, f"no prefill in {limit_s:g} s") from exc
+            raise
+        return self._handle(engine, request, output, begun_s)
+
+    async def decode(
+        self,
+        engine: Engine,
+        handle: KvHandle | None,
+        requests: Sequence[DecodeRequest],
+        *,
+        weight_version: int,
+        on_end: Callable[[DecodeRequest], None] = lambda request: None,
+    ) -> DecodeResult:
+        """Decode samples of one prompt on one engine: the first leads, the others join it.
+
+        Args:
+            handle: None decodes without a handoff: the leader computes the prompt here.
+            weight_version: of the decode engine's weights.
+            on_end: called as each request ends, however it ends.
+
+        Returns:
+            what completed and what did not; only cancellation is raised.
+        """
+        leg = _DecodeLeg(self, engine, handle, tuple(requests), weight_version, on_end)
+        return await leg.run()
+
+    def give_back(self, handle: KvHandle) -> None:
+        """Tell the prefill engine of a handle that nobody will pull it."""
+        self._cleanup.spawn(
+            f"give a handle back to {handle.prefill_engine}", self._give_back(handle)
+        )
+
+    def _handle(
+        self, engine: Engine, request: PrefillRequest, output: PrefillOutput, begun_s: float
+    ) -> KvHandle:
+        name = engine.info.name
+        if output.kv is None:
+            raise LegError(name, "the prefill engine returned no KV handle: is its connector on?")
+        try:
+            params = self._backend.decode_params(output.kv)
+        except ValueError as exc:
+            raise LegError(name, f"the prefill engine returned {exc}") from exc
+        return KvHandle(
+            prefill_engine=name,
+            params=params,
+            num_tokens=len(request.token_ids),
+            weight_version=output.weight_version,
+            # The lease began when the engine finished, which is at the earliest this.
+            born_s=begun_s + output.elapsed_s,
+            max_age_s=self._limits.lease_s - self._limits.handoff_timeout_s,
+            elapsed_s=self._clock() - begun_s,
+            computed_tokens=output.computed_tokens,
+        )
+
+    async def _end_prefill(
+        self,
+        engine: Engine,
+        request: PrefillRequest,
+        leg: asyncio.Future[PrefillOutput],
+        begun_s: float,
+    ) -> None:
+        """Abort a leg that nobody waits for; if it finished all the same, give its handle back."""
+        with contextlib.suppress(EngineDied):
+            await engine.abort([request.request_id])
+        try:
+            output = await leg
+        except SplitrollError:
+            return  # it ended without a handle, as intended
+        await self._give_back(self._handle(engine, request, output, begun_s))
+
+    async def _give_back(self, handle: KvHandle) -> None:
+        try:
+            for engine in self._decoders():
+                with contextlib.suppress(EngineDied):
+                    name = f"{engine.info.name}-give-back-{id(handle):x}-{self._clock():.6f}"
+                    await engine.release(name, handle.raw_params)
+                    return
+            raise LegError(handle.prefill_engine, "no decode engine is left to give it back on")
+        finally:
+            handle.settle()
+
+
+class _DecodeLeg:
+    """One run of `Handoff.decode`."""
+
+    def __init__(
+        self,
+        handoff: Handoff,
+        engine: Engine,
+        handle: KvHandle | None,
+        requests: tuple[DecodeRequest, ...],
+        weight_version: int,
+        on_end: Callable[[DecodeRequest], None],
+    ) -> None:
+        self._handoff = handoff
+        self._engine = engine
+        self._handle = handle
+        self._requests = requests
+        self._weight_version = weight_version
+        self._on_end = on_end
+        self._result = DecodeResult()
+        self._kv_is_here = asyncio.Event()
+        self._begun_s = handoff._clock()
+
+    async def run(self) -> DecodeResult:
+        leader, *siblings = self._requests
+        tasks = [asyncio.create_task(self._join(sibling)) for sibling in siblings]
+        tasks.append(asyncio.create_task(self._lead(leader, tasks.copy())))
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        except asyncio.CancelledError:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        for task in tasks:
+            error = None if task.cancelled() else task.exception()
+            if isinstance(error, SplitrollError):
+                self._result.errors.append(error)
+            elif error is not None:
+                raise error  # a fault of ours, not of an engine
+        return self._result
+
+    async def _lead(self, request: DecodeRequest, siblings: Sequence[asyncio.Task[None]]) -> None:
+        try:
+            kv = self._take_handle()
+            if kv is not None:
+                request = _with_kv(request, kv)
+            await self._sample(request, self._handoff._limits.handoff_timeout_s)
+        except BaseException as exc:
+            if not self._kv_is_here.is_set():
+                for task in siblings:
+                    task.cancel()  # nobody can join a leader that never arrived
+                self._settle_handle(request, exc)
+            raise
+        finally:
+            self._on_end(request)
+
+    async def _join(self, request: DecodeRequest) -> None:
+        try:
+            await self._kv_is_here.wait()  # ends with the leader: see _lead
+            await self._sample(request, self._handoff._limits.sample_timeout_s)
+        finally:
+            self._on_end(request)
+
+    async def _sample(self, request: DecodeRequest, first_token_limit_s: float) -> None:
+        """Run one request to its end, or abort it."""
+        name = self._engine.info.name
+        stream = self._engine.decode(request)
+        limit_s = first_token_limit_s
+        try:
+            async with asyncio.timeout(limit_s) as limit, contextlib.aclosing(stream):
+                async for event in stream:
+                    self._note_kv(request, event.cached_tokens)
+                    if isinstance(event, DecodeOutput):
+                        self._complete(request, event)
+                        return
+                    limit_s = self._handoff._limits.sample_timeout_s
+                    limit.reschedule(asyncio.get_running_loop().time() + limit_s)
+            raise LegError(name, "the decode stream ended without an output")
+        except TimeoutError as exc:
+            self._abort(request)
+            raise LegTimeout(name, f"decode made no end in {limit_s:g} s") from exc
+        except asyncio.CancelledError:
+            self._abort(request)
+            raise
+
+    def _take_handle(self) -> KvParams | None:
+        if self._handle is None:
+            return None
+        return self._handle.take(
+            now_s=self._handoff._clock(), weight_version=self._weight_version
+        )
+
+    def _note_kv(self, request: DecodeRequest, cached_tokens: int) -> None:
+        self._result.waited_s.setdefault(
+            request.request_id, self._handoff._clock() - self._begun_s
+        )
+        if self._kv_is_here.is_set():
+            return
+        self._kv_is_here.set()
+        if self._handle is not None:
+            # Every handoff recomputes the last prompt token, to sample from it.
+            missed = len(request.token_ids) - 1 - cached_tokens
+            self._result.recomputed_tokens = max(0, missed)
+            self._result.handed_off = True
+            self._handle.settle()
+
+    def _complete(self, request: DecodeRequest, output: DecodeOutput) -> None:
+        name = self._engine.info.name
+        if output.finish_reason not in ("stop", "length"):
+            raise LegError(name, f"the engine ended the sample with {output.finish_reason!r}")
+        if self._handle is not None and output.weight_version != self._handle.weight_version:
+            raise LegError(
+                name,
+                f"prefill used weight version {self._handle.weight_version}, decode "
+                f"{output.weight_version}",
+            )
+        self._result.outputs[request.request_id] = output
+
+    def _abort(self, request: DecodeRequest) -> None:
+        self._handoff._cleanup.spawn(
+            f"abort {request.request_id} on {self._engine.info.name}",
+            self._engine.abort([request.request_id]),
+        )
+
+    def _settle_handle(self, request: DecodeRequest, why: BaseException) -> None:
+        """See that prefill frees the blocks of a handle whose leader failed before its KV came."""
+        handle = self._handle
+        if handle is None:
+            return
+        if handle.taken and not isinstance(why, EngineDied | KvLoadFailed):
+            # vLLM tells prefill itself when a live decode engine aborts the request.
+            self._handoff._cleanup.spawn(
+                f"settle a handle of {handle.prefill_engine}",
+                self._settle_by_abort(request, handle),
+            )
+        else:
+            self._handoff.give_back(handle)
+
+    async def _settle_by_abort(self, request: DecodeRequest, handle: KvHandle) -> None:
+        try:
+            await self._engine.abort([request.request_id])
+        except EngineDied:
+            await self._handoff._give_back(handle)
+        finally:
+            handle.settle()
+
+
+def _with_kv(request: DecodeRequest, kv: KvParams) -> DecodeRequest:
+    return DecodeRequest(
+        request_id=request.request_id,
+        token_ids=request.token_ids,
+        sampling=request.sampling,
+        seed=request.seed,
+        kv=kv,
+        cache_salt=request.cache_salt,
+        top_logprobs=request.top_logprobs,
+    )

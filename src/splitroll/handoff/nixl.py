@@ -1,0 +1,61 @@
+"""NIXL's pull connector: prefill answers with a handle, decode pulls what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from splitroll.engines.protocol import KvParams
+from splitroll.types import Role
+
+_HANDLE_KEYS = (
+    "remote_block_ids",
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "tp_size",
+)
+"""Without any one of these, vLLM's decode scheduler recomputes silently or dies."""
+
+
+class NixlBackend:
+    """vLLM's `NixlConnector` (protocol: vllm 0.32, `kv_connector/v1/nixl/pull_scheduler.py`)."""
+
+    name = "nixl"
+
+    def engine_config(
+        self, *, role: Role, engine_id: str, lease_s: float, on_cpu: bool
+    ) -> Mapping[str, Any]:
+        config: dict[str, Any] = {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_producer" if role is Role.PREFILL else "kv_consumer",
+            "engine_id": engine_id,
+            # An engine that cannot load KV says so; it must never recompute unnoticed.
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"kv_lease_duration": int(lease_s)},
+        }
+        if on_cpu:
+            config["kv_buffer_device"] = "cpu"
+        return config
+
+    def environment(self, *, host: str) -> Mapping[str, str]:
+        # Port 0: the process that binds the side channel chooses it (engines/process.py).
+        return {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": "0"}
+
+    def prefill_params(self) -> KvParams:
+        return {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+
+    def decode_params(self, handle: KvParams) -> KvParams:
+        missing = [key for key in _HANDLE_KEYS if not handle.get(key)]
+        if missing or handle.get("do_remote_prefill") is not True:
+            raise ValueError(f"a NIXL handle without {', '.join(missing) or 'do_remote_prefill'}")
+        # vLLM would report prefill's cache hits as decode's; we count what decode recomputes.
+        return {k: v for k, v in handle.items() if k != "remote_prefill_cached_tokens"}

@@ -1,0 +1,332 @@
+"""The facade that trainers hold: open a fleet, generate groups, close."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from splitroll.config import Config, load_checked
+from splitroll.config.rules import max_model_len
+from splitroll.dispatch.dispatcher import Dispatcher, GroupWork
+from splitroll.engines.protocol import Engine
+from splitroll.errors import InvalidRequest, Problem, SplitrollError
+from splitroll.fleet.fleet import Fleet, Launcher, Prover
+from splitroll.fleet.prove import PairProof, proof_prompt, prove_pairs
+from splitroll.handoff.backend import make_backend
+from splitroll.handoff.cleanup import Cleanup
+from splitroll.handoff.legs import Handoff, LegLimits
+from splitroll.model import ModelFacts
+from splitroll.placement import EngineSpec, place
+from splitroll.prompts import PromptLike, Tokenizer, read_prompt
+from splitroll.types import FailedGroup, Group, Prompt, Role, SamplingParams, derive_seed
+
+if TYPE_CHECKING:
+    from splitroll.blocking import BlockingRollout
+
+_VOCAB_FOR_PROOF = 4096
+"""The proof's prompt uses low token ids only, which every model has."""
+
+OnError = Literal["raise", "yield"]
+OnState = Callable[[Fleet], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSummary:
+    """One engine's part in a run; `prefills` and `decodes` count legs that completed."""
+
+    name: str
+    role: str
+    prefills: int
+    decodes: int
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What a fleet did since it was opened, from its engines' own counters.
+
+    Attributes:
+        kv_bytes: moved between engines for groups; start-up proofs are left out.
+        computed_tokens: prompt tokens computed, by engine.
+        recomputed_tokens: prompt tokens that decode computed although they had been handed off.
+    """
+
+    handoffs: int
+    kv_bytes: int
+    recomputed_tokens: int
+    retries: int
+    computed_tokens: Mapping[str, int]
+    engines: tuple[EngineSummary, ...]
+
+
+class Rollout:
+    """A running rollout system. Make one with `Rollout.open`.
+
+    The same object serves a split and a colocated fleet.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        facts: ModelFacts,
+        fleet: Fleet,
+        handoff: Handoff,
+    ) -> None:
+        self.config = config
+        self.facts = facts
+        self.fleet = fleet
+        self._dispatcher = Dispatcher(fleet, handoff, config.dispatch, config.limits)
+        self._tokenizer = Tokenizer(facts.path)
+        self._max_model_len = max_model_len(config, facts)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(
+        cls,
+        config: Config | Mapping[str, Any] | str | Path | None = None,
+        *,
+        overrides: Sequence[str] = (),
+        on_state: OnState = lambda fleet: None,
+    ) -> AsyncGenerator[Rollout, None]:
+        """Start the engines, prove every prefill/decode pair, and close all at the end.
+
+        Args:
+            config: a Config, a mapping, a YAML file's path, or None for the defaults: the small
+                model on one prefill and two decode engines on this machine.
+            overrides: "dotted.path=value" strings.
+            on_state: called when an engine's state changes, for progress displays.
+
+        Raises:
+            ConfigError: with all problems, before Ray or an engine starts.
+            EngineStartError: an engine did not come up; its own error.
+            ProofError: a pair does not hand off KV.
+        """
+        config, facts = load_checked(config, overrides)
+        # Imported late: Ray takes a second, and a wrong configuration should be told at once.
+        from splitroll.cluster import RayLauncher, open_cluster, take_inventory
+
+        async with open_cluster(config):
+            nodes = await take_inventory(wants_gpus=config.devices.kind != "cpu")
+            specs = place(config, nodes)
+            backend = _backend(config)
+            launcher = RayLauncher(config, facts, backend, fleet_id=os.urandom(4).hex())
+            async with open_fleet(config, specs, launcher, on_state) as (fleet, handoff):
+                yield cls(config, facts, fleet, handoff)
+
+    @classmethod
+    def open_blocking(
+        cls,
+        config: Config | Mapping[str, Any] | str | Path | None = None,
+        *,
+        overrides: Sequence[str] = (),
+    ) -> BlockingRollout:
+        """Return the blocking twin, a context manager for ordinary training loops."""
+        from splitroll.blocking import BlockingRollout
+
+        return BlockingRollout(config, overrides=overrides)
+
+    async def generate(
+        self,
+        prompts: Iterable[PromptLike],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+        on_error: OnError = "raise",
+    ) -> AsyncIterator[Group | FailedGroup]:
+        """Generate n samples of every prompt; yields groups as they complete, in any order.
+
+        Args:
+            prompts: texts, lists of token ids, chat messages, `Prompt`s, or mappings with one of
+                "prompt", "messages", "prompt_token_ids" and, optionally, "id". Without ids,
+                prompts are numbered "0", "1", ....
+            n: samples per prompt, each with a seed of its own.
+            sampling: how to sample; the defaults if None.
+            on_error: "raise" ends everything at the first group that cannot be completed;
+                "yield" yields a FailedGroup in its place and goes on.
+
+        Raises:
+            InvalidRequest: with every prompt that cannot be served, before anything is generated.
+            GroupFailed: see `on_error`.
+        """
+        sampling = sampling or SamplingParams()
+        # In a thread: encoding many texts must not keep the engines' answers waiting.
+        works = await asyncio.to_thread(self.plan, prompts, n=n, sampling=sampling)
+        waiting = iter(works)
+        running: set[asyncio.Task[Group | FailedGroup]] = set()
+        try:
+            while True:
+                while len(running) < self.config.dispatch.max_queued_groups:
+                    work = next(waiting, None)
+                    if work is None:
+                        break
+                    running.add(asyncio.create_task(self._run(work, on_error)))
+                if not running:
+                    return
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield task.result()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def plan(
+        self, prompts: Iterable[PromptLike], *, n: int, sampling: SamplingParams
+    ) -> list[GroupWork]:
+        """Turn prompts into groups, checked against the fleet's limits.
+
+        Raises:
+            InvalidRequest: with every prompt that cannot be served.
+        """
+        return plan_groups(
+            prompts,
+            n=n,
+            sampling=sampling,
+            tokenizer=self._tokenizer,
+            max_model_len=self._max_model_len,
+        )
+
+    async def activity(self) -> Activity:
+        """Return what the fleet has done so far."""
+        counters = await self.fleet.counters()
+        stats = self._dispatcher.stats
+        return Activity(
+            handoffs=stats.handoffs,
+            kv_bytes=sum(done.kv_bytes for done in counters.values()),
+            recomputed_tokens=stats.recomputed_tokens,
+            retries=stats.retries,
+            computed_tokens={name: done.computed_tokens for name, done in counters.items()},
+            engines=tuple(
+                EngineSummary(
+                    name=name,
+                    role=member.spec.role.value,
+                    prefills=stats.prefills[name],
+                    decodes=stats.decodes[name],
+                    restarts=member.restarts,
+                )
+                for name, member in self.fleet.members.items()
+            ),
+        )
+
+    async def _run(self, work: GroupWork, on_error: OnError) -> Group | FailedGroup:
+        try:
+            return await self._dispatcher.run(work)
+        except SplitrollError as exc:
+            if on_error == "raise":
+                raise
+            return FailedGroup(work.prompt, exc)
+
+
+def plan_groups(
+    prompts: Iterable[PromptLike],
+    *,
+    n: int,
+    sampling: SamplingParams,
+    tokenizer: Tokenizer,
+    max_model_len: int,
+) -> list[GroupWork]:
+    """Turn prompts into groups; needs no fleet.
+
+    Raises:
+        InvalidRequest: with every problem: n, prompts that are empty or too long, ids used twice.
+    """
+    problems: list[Problem] = []
+    if not isinstance(n, int) or n < 1:
+        problems.append(Problem("n", repr(n), "a whole number from 1", "ask for 1 or more"))
+    seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
+    works = []
+    for index, given in enumerate(prompts):
+        try:
+            prompt = read_prompt(given, index, tokenizer)
+        except InvalidRequest as exc:
+            problems += exc.problems
+            continue
+        if (problem := _length_problem(prompt, sampling, max_model_len)) is not None:
+            problems.append(problem)
+        works.append(GroupWork(prompt, n, sampling, derive_seed(seed, prompt.id)))
+    for prompt_id, count in Counter(work.prompt.id for work in works).items():
+        if count > 1:
+            hint = "samples are told apart by it: give each prompt its own"
+            problems.append(
+                Problem("id", f"{prompt_id!r}, {count} times", "an id used once", hint)
+            )
+    if problems:
+        raise InvalidRequest(problems)
+    return works
+
+
+def _length_problem(
+    prompt: Prompt, sampling: SamplingParams, max_model_len: int
+) -> Problem | None:
+    length = len(prompt.token_ids)
+    if length == 0:
+        return Problem(f"prompt {prompt.id}", "no tokens", "one token or more", "fill it")
+    if length + sampling.max_tokens <= max_model_len:
+        return None
+    return Problem(
+        f"prompt {prompt.id}",
+        f"{length} tokens + max_tokens {sampling.max_tokens} = {length + sampling.max_tokens}",
+        f"at most max_model_len, which is {max_model_len}",
+        "lower max_tokens, shorten the prompt, or raise engine.max_model_len",
+    )
+
+
+@contextlib.asynccontextmanager
+async def open_fleet(
+    config: Config,
+    specs: Sequence[EngineSpec],
+    launcher: Launcher,
+    on_state: OnState = lambda fleet: None,
+) -> AsyncGenerator[tuple[Fleet, Handoff], None]:
+    """Open a fleet with whatever launcher, real or simulated, and the handoff between its engines."""
+    cleanup = Cleanup()
+    handoffs: list[Handoff] = []
+
+    def make_prover(fleet: Fleet) -> Prover:
+        handoffs.append(_make_handoff(config, cleanup, lambda: fleet.ready(Role.DECODE)))
+
+        async def prove(prefills: Sequence[Engine], decodes: Sequence[Engine]) -> list[PairProof]:
+            if not prefills or not decodes:
+                return []
+            prompt = proof_prompt(_VOCAB_FOR_PROOF, decodes[0].info.block_size)
+            return await prove_pairs(handoffs[0], prefills, decodes, prompt)
+
+        return prove
+
+    async with Fleet.open(specs, launcher, config.limits, make_prover, on_state) as fleet:
+        try:
+            yield fleet, handoffs[0]
+        finally:
+            await cleanup.drain()
+
+
+def _make_handoff(
+    config: Config, cleanup: Cleanup, decoders: Callable[[], Sequence[Engine]]
+) -> Handoff:
+    section = config.disaggregation
+    limits = LegLimits(
+        lease_s=section.kv_lease_s,
+        handoff_timeout_s=section.handoff_timeout_s,
+        prefill_timeout_s=config.limits.prefill_timeout_s,
+        sample_timeout_s=config.limits.sample_timeout_s,
+    )
+    return Handoff(make_backend(section.transfer_backend), limits, cleanup, decoders)
+
+
+def _backend(config: Config) -> Any:
+    if not config.disaggregation.enabled:
+        return None
+    return make_backend(config.disaggregation.transfer_backend)
+
+
+def with_score(group: Group, score: Callable[[str], float]) -> Group:
+    """Return the group with every sample's text scored."""
+    samples = tuple(replace(sample, score=score(sample.text)) for sample in group.samples)
+    return replace(group, samples=samples)

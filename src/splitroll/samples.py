@@ -1,0 +1,146 @@
+"""The samples file: one JSON object per sample and line, complete or absent under its name.
+
+While a run goes on, complete groups stand in `NAME.partial`, next to `NAME.partial.run`, which says
+what run they belong to. When the last group is in, `NAME.partial` is renamed to `NAME`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from splitroll.dispatch.dispatcher import GroupWork
+from splitroll.errors import ConfigError, Problem
+from splitroll.types import Group
+
+
+def run_fingerprint(model: str, works: Sequence[GroupWork]) -> str:
+    """Return what must be equal for two runs to give the same samples: model, prompts, sampling."""
+    digest = hashlib.blake2b(model.encode(), digest_size=16)
+    for work in works:
+        row = [work.prompt.id, work.prompt.token_ids, work.n, work.seed]
+        row.append({k: v for k, v in asdict(work.sampling).items() if k != "seed"})
+        digest.update(json.dumps(row).encode())
+    return digest.hexdigest()
+
+
+class SampleFile:
+    """Writes a samples file; see the module's docstring for its states.
+
+    Attributes:
+        done: rows of the complete groups that are in the file, by the prompt's id.
+    """
+
+    def __init__(self, path: Path, fingerprint: str, n: int) -> None:
+        self.path = path
+        self.done: dict[str, list[Mapping[str, Any]]] = {}
+        self._partial = path.with_name(path.name + ".partial")
+        self._run = path.with_name(path.name + ".partial.run")
+        self._fingerprint = fingerprint
+        self._n = n
+        self._file: Any = None
+
+    def open(self, *, resume: bool, overwrite: bool) -> None:
+        """Begin, or go on where an earlier run ended.
+
+        Raises:
+            ConfigError: when a file is in the way, or belongs to another run.
+        """
+        with self._telling_io_errors():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists() and not overwrite and not resume:
+                raise self._in_the_way(self.path, "a finished file", "--overwrite")
+            if self._partial.exists() and not overwrite and not resume:
+                raise self._in_the_way(self._partial, "an unfinished run", "--resume or --overwrite")
+            if resume and self.path.exists():
+                self._read_finished()
+                return
+            if resume and self._partial.exists():
+                self._read_partial()
+            self._begin()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the file stands complete under its name, with nothing left to do."""
+        return self._file is None and self.path.exists()
+
+    def write(self, group: Group) -> None:
+        """Add a complete group; it survives the end of this process from here on."""
+        rows = [sample.to_json() for sample in group.samples]
+        self._file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        self._file.flush()
+        self.done[group.id] = rows
+
+    def finish(self) -> None:
+        """Give the file its name: all groups are in."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = None
+        os.replace(self._partial, self.path)
+        self._run.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Leave an unfinished file as it is, to be resumed."""
+        if self._file is not None:
+            self._file.close()
+
+    def _begin(self) -> None:
+        """Write the groups kept so far into a fresh partial file, whole lines only."""
+        self._run.write_text(self._fingerprint + "\n")
+        staged = self._partial.with_name(self._partial.name + ".new")
+        with staged.open("w", encoding="utf-8") as file:
+            for rows in self.done.values():
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        os.replace(staged, self._partial)
+        self._file = self._partial.open("a", encoding="utf-8")
+
+    def _read_finished(self) -> None:
+        self.done = self._read_groups(self.path)
+
+    def _read_partial(self) -> None:
+        found = self._run.read_text().strip() if self._run.exists() else "no run"
+        if found != self._fingerprint:
+            raise ConfigError(
+                [
+                    Problem(
+                        "--resume",
+                        f"{self._partial} of another run",
+                        "the same model, prompts, n, seed and sampling",
+                        "repeat the first call's arguments, or use --overwrite",
+                    )
+                ]
+            )
+        self.done = self._read_groups(self._partial)
+
+    def _read_groups(self, path: Path) -> dict[str, list[Mapping[str, Any]]]:
+        """Return the groups that have all their samples; a torn last line is left out."""
+        groups: dict[str, dict[int, Mapping[str, Any]]] = defaultdict(dict)
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                row = json.loads(line)
+                groups[row["id"]][row["sample"]] = row
+        return {
+            prompt_id: [rows[i] for i in sorted(rows)]
+            for prompt_id, rows in groups.items()
+            if len(rows) == self._n
+        }
+
+    def _in_the_way(self, path: Path, what: str, flags: str) -> ConfigError:
+        problem = Problem("--out", f"{path}: {what}", "a name that is free", f"use {flags}")
+        return ConfigError([problem])
+
+    @contextlib.contextmanager
+    def _telling_io_errors(self) -> Any:
+        try:
+            yield
+        except OSError as exc:
+            problem = Problem("--out", f"{self.path} ({exc})", "a file we may write", "choose one")
+            raise ConfigError([problem]) from exc
