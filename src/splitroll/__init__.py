@@ -44,7 +44,20 @@ def __getattr__(name: str) -> Any:
 
 if TYPE_CHECKING:
     _checked = (
-        Activity, BlockingRollout, Config, ConfigError, FailedGroup, Group, GroupFailed,
-        InvalidRequest, Prompt, Rollout, Route, Sample, SamplingParams, SplitrollError, Timing,
+        Activity,
+        BlockingRollout,
+        Config,
+        ConfigError,
+        FailedGroup,
+        Group,
+        GroupFailed,
+        InvalidRequest,
+        Prompt,
+        Rollout,
+        Route,
+        Sample,
+        SamplingParams,
+        SplitrollError,
+        Timing,
         load_config,
     )

@@ -117,7 +117,9 @@ def _hub_config(name: str) -> Mapping[str, Any]:
     try:
         return AutoConfig.from_pretrained(name).to_dict()  # type: ignore[no-any-return]
     except (OSError, ValueError) as exc:
-        raise _no_model(name, f"a name that could not be loaded ({str(exc).splitlines()[0]})") from exc
+        raise _no_model(
+            name, f"a name that could not be loaded ({str(exc).splitlines()[0]})"
+        ) from exc
 
 
 def _facts(name: str, path: str, config: Mapping[str, Any]) -> ModelFacts:

@@ -1,4 +1,4 @@
-"""From the configuration and the cluster's inventory to exact engines: name, node, devices. Pure."""
+"""From configuration and cluster inventory to exact engines: name, node, devices. Pure."""
 
 from __future__ import annotations
 

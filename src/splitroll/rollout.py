@@ -254,17 +254,13 @@ def plan_groups(
     for prompt_id, count in Counter(work.prompt.id for work in works).items():
         if count > 1:
             hint = "samples are told apart by it: give each prompt its own"
-            problems.append(
-                Problem("id", f"{prompt_id!r}, {count} times", "an id used once", hint)
-            )
+            problems.append(Problem("id", f"{prompt_id!r}, {count} times", "an id used once", hint))
     if problems:
         raise InvalidRequest(problems)
     return works
 
 
-def _length_problem(
-    prompt: Prompt, sampling: SamplingParams, max_model_len: int
-) -> Problem | None:
+def _length_problem(prompt: Prompt, sampling: SamplingParams, max_model_len: int) -> Problem | None:
     length = len(prompt.token_ids)
     if length == 0:
         return Problem(f"prompt {prompt.id}", "no tokens", "one token or more", "fill it")
@@ -285,7 +281,7 @@ async def open_fleet(
     launcher: Launcher,
     on_state: OnState = lambda fleet: None,
 ) -> AsyncGenerator[tuple[Fleet, Handoff], None]:
-    """Open a fleet with whatever launcher, real or simulated, and the handoff between its engines."""
+    """Open a fleet, real or simulated by its launcher, and the handoff between its engines."""
     cleanup = Cleanup()
     handoffs: list[Handoff] = []
 

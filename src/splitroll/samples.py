@@ -58,7 +58,9 @@ class SampleFile:
             if self.path.exists() and not overwrite and not resume:
                 raise self._in_the_way(self.path, "a finished file", "--overwrite")
             if self._partial.exists() and not overwrite and not resume:
-                raise self._in_the_way(self._partial, "an unfinished run", "--resume or --overwrite")
+                raise self._in_the_way(
+                    self._partial, "an unfinished run", "--resume or --overwrite"
+                )
             if resume and self.path.exists():
                 self._read_finished()
                 return
@@ -73,7 +75,7 @@ class SampleFile:
 
     def write(self, group: Group) -> None:
         """Add a complete group; it survives the end of this process from here on."""
-        rows = [sample.to_json() for sample in group.samples]
+        rows: list[Mapping[str, Any]] = [sample.to_json() for sample in group.samples]
         self._file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         self._file.flush()
         self.done[group.id] = rows

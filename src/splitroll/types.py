@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -57,10 +57,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):
-            value = getattr(self, name)
-            if isinstance(value, str):
+            value: Any = getattr(self, name)
+            if not isinstance(value, Sequence) or isinstance(value, str):
                 raise InvalidRequest(
-                    [Problem(f"sampling.{name}", repr(value), "a list", f"write [{value!r}]")]
+                    [Problem(f"sampling.{name}", repr(value), "a list", "write a list")]
                 )
             object.__setattr__(self, name, tuple(value))
         problems = [problem for rule in _SAMPLING_RULES if (problem := rule(self)) is not None]

@@ -61,20 +61,33 @@ def _parser() -> argparse.ArgumentParser:
 def _add_rollout(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompts", metavar="FILE", help="JSON lines, each with an id and one of "
-                        "prompt, messages, prompt_token_ids")
+    source.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="JSON lines, each with an id and one of prompt, messages, prompt_token_ids",
+    )
     source.add_argument("--task", metavar="NAME", help="a reasoning-gym dataset, scored")
     parser.add_argument("--num", type=int, default=16, help="questions of the task (%(default)s)")
-    parser.add_argument("--task-set", action="append", default=[], metavar="KEY=VALUE",
-                        help="a setting of the task's dataset, for instance max_digits=1")
+    parser.add_argument(
+        "--task-set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of the task's dataset, for instance max_digits=1",
+    )
     parser.add_argument("--out", required=True, metavar="FILE", help="where samples are written")
     parser.add_argument("--n", type=int, default=8, help="samples per prompt (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=64, help="per sample (%(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="(%(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="(%(default)s)")
     parser.add_argument("--top-k", type=int, default=0, help="0 is off (%(default)s)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
-                        help="end a sample at this text; may be given several times")
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a sample at this text; may be given several times",
+    )
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on with an unfinished run")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier run's file")
@@ -93,9 +106,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML; without it, the defaults")
-    parser.add_argument("--set", action="append", default=[], dest="overrides",
-                        metavar="PATH=VALUE", help="override, for instance "
-                        "disaggregation.decode_replicas=2; may be given several times")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="PATH=VALUE",
+        help="override, for instance disaggregation.decode_replicas=2; may be given several times",
+    )
 
 
 async def _until_signal(work: Any) -> int:

@@ -61,10 +61,20 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     if report["engines"]:
         console.print(_table("engines", report["engines"], ("name", "role", "dtype", "kv_tokens")))
     if report["pairs"]:
-        columns = ("prefill", "decode", "ok", "prompt_tokens", "recomputed_tokens", "kv_bytes",
-                   "kv_bytes_needed", "max_logprob_gap", "problem")
-        console.print(_table("KV handoff, proven against local generation", report["pairs"],
-                             columns))
+        columns = (
+            "prefill",
+            "decode",
+            "ok",
+            "prompt_tokens",
+            "recomputed_tokens",
+            "kv_bytes",
+            "kv_bytes_needed",
+            "max_logprob_gap",
+            "problem",
+        )
+        console.print(
+            _table("KV handoff, proven against local generation", report["pairs"], columns)
+        )
     elif report["ok"]:
         console.print("colocated: no KV is handed off")
     if report["problem"]:

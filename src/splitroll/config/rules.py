@@ -61,9 +61,7 @@ def check_config(config: Config, facts: ModelFacts) -> None:
 
 def role_arguments(config: Config) -> dict[str, Mapping[str, Any]]:
     """Return the merged engine arguments of each role's section, by the section's path."""
-    return {
-        path: {**config.engine, **section.engine} for path, section in _role_sections(config)
-    }
+    return {path: {**config.engine, **section.engine} for path, section in _role_sections(config)}
 
 
 def max_model_len(config: Config, facts: ModelFacts) -> int:

@@ -1,4 +1,4 @@
-"""The configuration's sections. Names follow verl's `rollout.disaggregation` and vLLM's arguments."""
+"""The configuration's sections; names follow verl's `rollout.disaggregation` and vLLM."""
 
 from __future__ import annotations
 

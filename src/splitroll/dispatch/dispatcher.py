@@ -160,7 +160,7 @@ class Dispatcher:
         """Tokens in flight by engine; empty when nothing is in flight."""
         return {name: tokens for name, tokens in self._tokens.items() if tokens}
 
-    def _attempts(self) -> list[Callable[[_Progress], Awaitable[None]]]:
+    def _attempts(self) -> Sequence[Callable[[_Progress], Awaitable[None]]]:
         split, local = self._settings.split_attempts, self._settings.local_attempts
         colocated = all(m.spec.role is Role.BOTH for m in self._fleet.members.values())
         if colocated:

@@ -71,9 +71,7 @@ class LeastLoaded:
     """The engines with the fewest tokens in flight; those with a free seat before all others."""
 
     def choose(self, snapshot: Snapshot, work: Work, count: int) -> tuple[str, ...]:
-        order = sorted(
-            snapshot.engines, key=lambda e: (e.free_seats <= 0, e.tokens_in_flight)
-        )
+        order = sorted(snapshot.engines, key=lambda e: (e.free_seats <= 0, e.tokens_in_flight))
         return tuple(engine.name for engine in order[:count])
 
 

@@ -73,7 +73,8 @@ def _report_state() -> None:
         )
         ranks = core.vllm_config.parallel_config.tensor_parallel_size
         kv_dtype = str(getattr(spec, "dtype", "")).removeprefix("torch.")
-        pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
+        children = (child.pid for child in multiprocessing.active_children())
+        pids = [os.getpid(), *(pid for pid in children if pid is not None)]
         return cache.num_blocks - 1, spec.block_size, rank_bytes * ranks, kv_dtype, pids
 
     def splitroll_load(core: Any) -> tuple[int, int, int]:
@@ -121,19 +122,19 @@ def _hold_side_channel_port() -> None:
         listener = held.pop(addr, None)
         if listener is None:
             return original_zmq_ctx(socket_type, addr)
-        return _listening_context(make_zmq_socket, socket_type, addr, listener)
+        return _ListeningContext(make_zmq_socket, socket_type, addr, listener)
 
     scheduler_class.__init__ = init
     base_scheduler.zmq_ctx = zmq_ctx
 
 
-class _listening_context:
+class _ListeningContext:
     """A zmq socket on a listener that is already bound, closed with its context."""
 
     def __init__(self, make: Any, socket_type: Any, addr: str, listener: socket.socket) -> None:
         import zmq
 
-        self._context = zmq.Context()
+        self._context: Any = zmq.Context()  # type: ignore[attr-defined]
         self._make = make
         self._arguments = (self._context, addr, socket_type)
         self._listener = listener

@@ -191,9 +191,7 @@ class SimulatedEngine(Engine):
             scheduled = loop.time()
             computed = len(request.token_ids) - cached - pulled
             await self._spend((computed + 1) * self._latency.prefill_token_s)
-            self._count(
-                computed_tokens=computed, cache_hit_tokens=cached, pulled_tokens=pulled
-            )
+            self._count(computed_tokens=computed, cache_hit_tokens=cached, pulled_tokens=pulled)
             self._store(request)
             token_ids: list[int] = []
             logprobs: list[float] = []
@@ -333,7 +331,9 @@ class SimulatedEngine(Engine):
                 break
             self._cache.move_to_end(block)
             cached += self._info.block_size
-        return min(cached, (len(request.token_ids) - 1) // self._info.block_size * self._info.block_size)
+        return min(
+            cached, (len(request.token_ids) - 1) // self._info.block_size * self._info.block_size
+        )
 
     def _store(self, request: PrefillRequest | DecodeRequest) -> None:
         for block in self._block_hashes(request):

@@ -94,12 +94,11 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={"kv_transfer_params": dict(request.kv)},
         )
-        output = None
-        async for output in self._generate(request, sampling):
-            pass
-        if output is None or output.outputs[0].finish_reason != "length":
-            reason = "nothing" if output is None else output.outputs[0].finish_reason
+        outputs = [output async for output in self._generate(request, sampling)]
+        if not outputs or outputs[-1].outputs[0].finish_reason != "length":
+            reason = outputs[-1].outputs[0].finish_reason if outputs else "nothing"
             raise LegError(self._arguments.name, f"prefill ended with {reason}")
+        output = outputs[-1]
         return PrefillOutput(
             kv=output.kv_transfer_params,
             elapsed_s=time.monotonic() - begun,
@@ -326,4 +325,3 @@ def _phases(metrics: Any) -> tuple[float, float, float]:
         max(0.0, metrics.first_token_ts - metrics.scheduled_ts),
         max(0.0, metrics.last_token_ts - metrics.first_token_ts),
     )
-

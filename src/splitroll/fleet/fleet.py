@@ -13,9 +13,9 @@ import asyncio
 import contextlib
 import enum
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from splitroll.config.schema import Limits
 from splitroll.engines.protocol import Engine, EngineCounters
@@ -189,9 +189,7 @@ class Fleet:
             ) from exc
         return member.engine
 
-    async def _prove_new(
-        self, new: Sequence[Engine], present: Sequence[Engine]
-    ) -> list[PairProof]:
+    async def _prove_new(self, new: Sequence[Engine], present: Sequence[Engine]) -> list[PairProof]:
         """Prove all pairs that have a new engine in them."""
         if self._prove is None:
             return []
@@ -279,8 +277,8 @@ class Fleet:
         async with self._changed:
             self._changed.notify_all()
 
-    def _spawn(self, work: Awaitable[None]) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[assignment]
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 

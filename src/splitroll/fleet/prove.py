@@ -214,9 +214,7 @@ def _request(request_id: str, prompt: tuple[int, ...], salt: str) -> DecodeReque
     )
 
 
-def _failed(
-    prefill: Engine, decode: Engine, prompt: tuple[int, ...], problem: str
-) -> PairProof:
+def _failed(prefill: Engine, decode: Engine, prompt: tuple[int, ...], problem: str) -> PairProof:
     return PairProof(
         prefill=prefill.info.name,
         decode=decode.info.name,

@@ -284,14 +284,10 @@ class _DecodeLeg:
     def _take_handle(self) -> KvParams | None:
         if self._handle is None:
             return None
-        return self._handle.take(
-            now_s=self._handoff._clock(), weight_version=self._weight_version
-        )
+        return self._handle.take(now_s=self._handoff._clock(), weight_version=self._weight_version)
 
     def _note_kv(self, request: DecodeRequest, cached_tokens: int) -> None:
-        self._result.waited_s.setdefault(
-            request.request_id, self._handoff._clock() - self._begun_s
-        )
+        self._result.waited_s.setdefault(request.request_id, self._handoff._clock() - self._begun_s)
         if self._kv_is_here.is_set():
             return
         self._kv_is_here.set()

@@ -1,0 +1,1 @@
+"""Benchmarks: the same work on alternatives, in turn, on real engines."""
