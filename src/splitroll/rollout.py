@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _VOCAB_FOR_PROOF = 4096
 """The proof's prompt uses low token ids only, which every model has."""
 
+_CLEANUP_MARGIN_S = 10.0
+
 OnError = Literal["raise", "yield"]
 OnState = Callable[[Fleet], None]
 
@@ -282,7 +284,8 @@ async def open_fleet(
     on_state: OnState = lambda fleet: None,
 ) -> AsyncGenerator[tuple[Fleet, Handoff], None]:
     """Open a fleet, real or simulated by its launcher, and the handoff between its engines."""
-    cleanup = Cleanup()
+    # Nothing is left to clean up once the leases of all handles have ended.
+    cleanup = Cleanup(limit_s=config.disaggregation.kv_lease_s + _CLEANUP_MARGIN_S)
     handoffs: list[Handoff] = []
 
     def make_prover(fleet: Fleet) -> Prover:

@@ -98,9 +98,8 @@ class _Range:
 
 
 def _min_tokens_fit(params: SamplingParams) -> Problem | None:
-    if not isinstance(params.min_tokens, int) or not isinstance(params.max_tokens, int):
-        return None
-    if params.min_tokens <= params.max_tokens:
+    bounds: list[Any] = [params.min_tokens, params.max_tokens]
+    if not all(isinstance(bound, int) for bound in bounds) or bounds[0] <= bounds[1]:
         return None
     return Problem(
         "sampling.min_tokens",

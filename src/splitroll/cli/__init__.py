@@ -20,7 +20,8 @@ EXIT_INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status.
 
-    0: done; 1: the fleet or some groups failed; 2: bad input, nothing was started; 130: interrupted.
+    0: done; 1: the fleet or some groups failed; 2: bad input, nothing was started;
+    130: interrupted.
     """
     args = _parser().parse_args(argv)
     command = importlib.import_module(f"splitroll.cli.{args.command}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import time
 from collections import Counter
@@ -101,10 +103,10 @@ async def _generate(
     display: Display,
     failed: list[FailedGroup],
 ) -> Activity:
-    opening = Rollout.open(plan.config, on_state=display.engines)
-    with timed(display.say, "engines up and proven"):
-        rollout = await opening.__aenter__()
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        with timed(display.say, "engines up and proven"):
+            opening = Rollout.open(plan.config, on_state=display.engines)
+            rollout = await stack.enter_async_context(opening)
         prompts = [work.prompt for work in todo]
         groups = rollout.generate(prompts, n=n, sampling=plan.sampling, on_error="yield")
         async for group in groups:
@@ -114,12 +116,9 @@ async def _generate(
                 failed.append(group)
                 continue
             if plan.task is not None:
-                score, prompt_id = plan.task.score, group.id
-                group = with_score(group, lambda text: score(prompt_id, text))
+                group = with_score(group, functools.partial(plan.task.score, group.id))
             plan.file.write(group)
         return await rollout.activity()
-    finally:
-        await opening.__aexit__(None, None, None)
 
 
 def _summary(

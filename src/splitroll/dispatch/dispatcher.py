@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from splitroll.config.schema import Dispatch, Limits
@@ -94,12 +95,29 @@ class _Progress:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The samples of a group that one decode engine serves in one attempt."""
+    """The samples of a group that one decode engine serves in one attempt.
+
+    Attributes:
+        release: by sample index; takes the sample's load off the engine, once.
+    """
 
     engine: Engine
-    indices: tuple[int, ...]
-    started_s: float
+    release: Mapping[int, Callable[[], None]]
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        return tuple(self.release)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leg:
+    """How the decode leg of a part ended; `requests` by sample index, the leader's first."""
+
+    engine: Engine
     handle: KvHandle | None
+    started_s: float
+    requests: Mapping[int, DecodeRequest]
+    result: DecodeResult
 
 
 class Dispatcher:
@@ -180,21 +198,20 @@ class Dispatcher:
             self._note_error(exc, prefill, progress)
             return
         # The decode engines are chosen now, not before the prefill.
-        parts = self._choose_decodes(progress)
-        if not parts:
-            self._handoff.give_back(handle)
-            progress.causes.append("no decode engine is up")
-            return
-        (first, indices), *others = parts
-        async with asyncio.TaskGroup() as tasks:
-            part = _Part(first, indices, started_s, handle)
-            tasks.create_task(self._decode(part, progress))
-            for engine, ids in others:
-                tasks.create_task(self._split_part(prefill, engine, ids, progress))
+        try:
+            with self._choose_decodes(progress) as parts:
+                if not parts:
+                    progress.causes.append("no decode engine is up")
+                    return
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._decode(parts[0], handle, started_s, progress))
+                    for part in parts[1:]:
+                        tasks.create_task(self._split_part(prefill, part, progress))
+        finally:
+            if not handle.taken:  # also when we are cancelled before the decode leg begins
+                self._handoff.give_back(handle)
 
-    async def _split_part(
-        self, prefill: Engine, engine: Engine, indices: tuple[int, ...], progress: _Progress
-    ) -> None:
+    async def _split_part(self, prefill: Engine, part: _Part, progress: _Progress) -> None:
         """A further decode engine of the same group: its own prefill leg, a prefix hit."""
         started_s = self._clock()
         try:
@@ -202,7 +219,7 @@ class Dispatcher:
         except SplitrollError as exc:
             self._note_error(exc, prefill, progress)
             return
-        await self._decode(_Part(engine, indices, started_s, handle), progress)
+        await self._decode(part, handle, started_s, progress)  # no await since it was returned
 
     async def _local(self, progress: _Progress) -> None:
         """One attempt without a handoff; on a prefill engine only when no decode engine is up."""
@@ -212,109 +229,58 @@ class Dispatcher:
             limit_s = self._limits.recovery_timeout_s
             progress.causes.append(f"no engine came back within {limit_s:g} s")
             return
-        parts = self._choose_decodes(progress, any_role=True)
-        async with asyncio.TaskGroup() as tasks:
-            for engine, indices in parts:
-                part = _Part(engine, indices, self._clock(), None)
-                tasks.create_task(self._decode(part, progress))
+        with self._choose_decodes(progress, any_role=True) as parts:
+            async with asyncio.TaskGroup() as tasks:
+                for part in parts:
+                    tasks.create_task(self._decode(part, None, self._clock(), progress))
 
     async def _prefill(self, engine: Engine, progress: _Progress) -> KvHandle:
         token_ids = progress.work.prompt.token_ids
         name, blocks = engine.info.name, math.ceil(len(token_ids) / engine.info.block_size)
         budget = self._kv_budget(engine)
-        await budget.acquire(blocks)
-        try:
-            with self._loaded(name, len(token_ids)):
+        with contextlib.ExitStack() as held:
+            held.callback(self._load(name, len(token_ids), sequences=0))
+            await budget.acquire(blocks)
+            try:
                 handle = await self._handoff.prefill(engine, self._new_id(), token_ids)
-        except BaseException:
-            budget.release(blocks)
-            raise
+            except BaseException:
+                budget.release(blocks)
+                raise
         handle.when_settled(lambda: budget.release(blocks))
         self.stats.prefills[name] += 1
         return handle
 
-    async def _decode(self, part: _Part, progress: _Progress) -> None:
-        work, name = progress.work, part.engine.info.name
-        requests = {i: self._request(work, i) for i in part.indices}
-        tokens = len(work.prompt.token_ids) + work.sampling.max_tokens
-        with contextlib.ExitStack() as held:
-            loads = {
-                request.request_id: held.enter_context(self._releasable(name, tokens))
-                for request in requests.values()
-            }
-            result = await self._handoff.decode(
-                part.engine,
-                part.handle,
-                list(requests.values()),
-                weight_version=0,
-                on_end=lambda request: loads[request.request_id](),
-            )
-        self._collect(part, requests, result, progress)
-
-    def _collect(
-        self,
-        part: _Part,
-        requests: dict[int, DecodeRequest],
-        result: DecodeResult,
-        progress: _Progress,
+    async def _decode(
+        self, part: _Part, handle: KvHandle | None, started_s: float, progress: _Progress
     ) -> None:
+        requests = {i: self._request(progress.work, i) for i in part.indices}
+        release = {request.request_id: part.release[i] for i, request in requests.items()}
+        result = await self._handoff.decode(
+            part.engine,
+            handle,
+            list(requests.values()),
+            weight_version=0,
+            on_end=lambda request: release[request.request_id](),
+        )
+        self._collect(_Leg(part.engine, handle, started_s, requests, result), progress)
+
+    def _collect(self, leg: _Leg, progress: _Progress) -> None:
+        name, result = leg.engine.info.name, leg.result
         self.stats.handoffs += result.handed_off
         progress.recomputed_tokens += result.recomputed_tokens
         if result.recomputed_tokens:
             log.warning(
                 "%s computed %d prompt tokens again that %s had handed off",
-                part.engine.info.name,
+                name,
                 result.recomputed_tokens,
-                part.handle and part.handle.prefill_engine,
+                leg.handle and leg.handle.prefill_engine,
             )
-        for index, request in requests.items():
-            if (output := result.outputs.get(request.request_id)) is None:
-                continue
-            leads = index == part.indices[0]
-            waited_s = result.waited_s[requests[part.indices[0]].request_id]
-            progress.done[index] = self._sample(
-                part, request, index, output, progress, leads=leads, leader_waited_s=waited_s
-            )
-            self.stats.decodes[part.engine.info.name] += 1
+        for index, request in leg.requests.items():
+            if (output := result.outputs.get(request.request_id)) is not None:
+                progress.done[index] = _sample(leg, index, output, progress)
+                self.stats.decodes[name] += 1
         for error in result.errors:
-            self._note_error(error, part.engine, progress)
-
-    def _sample(
-        self,
-        part: _Part,
-        request: DecodeRequest,
-        index: int,
-        output: DecodeOutput,
-        progress: _Progress,
-        *,
-        leads: bool,
-        leader_waited_s: float,
-    ) -> Sample:
-        work, name = progress.work, part.engine.info.name
-        queued_s = part.started_s - progress.accepted_s
-        waited_s = output.wait_s if leads else leader_waited_s + output.wait_s
-        if part.handle is None:
-            route = Route(RouteKind.LOCAL, prefill=name, decode=name)
-            timing = Timing(queued_s + waited_s, output.prefill_s, 0.0, output.decode_s)
-        else:
-            kind = RouteKind.SPLIT if leads else RouteKind.SHARED
-            route = Route(kind, prefill=part.handle.prefill_engine, decode=name)
-            timing = Timing(
-                queued_s, part.handle.elapsed_s, waited_s, output.prefill_s + output.decode_s
-            )
-        return Sample(
-            id=work.prompt.id,
-            sample=index,
-            prompt_token_ids=work.prompt.token_ids,
-            token_ids=output.token_ids,
-            text=output.text,
-            logprobs=output.logprobs,
-            finish_reason=output.finish_reason,
-            seed=request.seed,
-            weight_version=output.weight_version,
-            route=route,
-            timing=timing,
-        )
+            self._note_error(error, leg.engine, progress)
 
     def _note_error(self, error: SplitrollError, engine: Engine, progress: _Progress) -> None:
         """Remember why an attempt failed; a fault of the request itself ends the group."""
@@ -332,19 +298,30 @@ class Dispatcher:
         chosen = self._choose("prefill", self._fleet.ready(Role.PREFILL), work, 1, progress)
         return chosen[0] if chosen else None
 
+    @contextlib.contextmanager
     def _choose_decodes(
         self, progress: _Progress, *, any_role: bool = False
-    ) -> list[tuple[Engine, tuple[int, ...]]]:
+    ) -> Generator[list[_Part], None, None]:
+        """Choose engines for the missing samples. Their load counts from this moment, so that
+        groups that choose at the same time do not all choose the same engine."""
         engines = self._fleet.ready(*_DECODERS)
         if not engines and any_role:
             engines = self._fleet.ready()
         missing = progress.missing
         asked = progress.work
-        work = Work(len(asked.prompt.token_ids), asked.sampling.max_tokens, len(missing))
+        prompt_tokens, max_tokens = len(asked.prompt.token_ids), asked.sampling.max_tokens
+        work = Work(prompt_tokens, max_tokens, len(missing))
         count = self._settings.decode_engines_per_group
         chosen = self._choose("decode", engines, work, count, progress)
-        by_name = {engine.info.name: engine for engine in chosen}
-        return [(by_name[name], indices) for name, indices in share(missing, list(by_name))]
+        with contextlib.ExitStack() as held:
+            parts = []
+            for engine, indices in share(missing, chosen):
+                load = functools.partial(self._load, engine.info.name, prompt_tokens + max_tokens)
+                part = _Part(engine, {index: load(sequences=1) for index in indices})
+                for release in part.release.values():
+                    held.callback(release)
+                parts.append(part)
+            yield parts
 
     def _choose(
         self, kind: str, engines: Sequence[Engine], work: Work, count: int, progress: _Progress
@@ -389,29 +366,47 @@ class Dispatcher:
         if engines:  # with none, groups wait for one inside their attempt
             self._seats.set_capacity(sum(engine.info.max_num_seqs for engine in engines))
 
-    @contextlib.contextmanager
-    def _loaded(self, engine: str, tokens: int) -> Generator[None, None, None]:
+    def _load(self, engine: str, tokens: int, *, sequences: int) -> Callable[[], None]:
+        """Count load on an engine; returns what takes it off again, once."""
         self._tokens[engine] += tokens
-        try:
-            yield
-        finally:
-            self._tokens[engine] -= tokens
-
-    @contextlib.contextmanager
-    def _releasable(self, engine: str, tokens: int) -> Generator[Callable[[], None], None, None]:
-        """Count one sequence as load until it is released, at the latest at the end."""
-        released = False
-        self._tokens[engine] += tokens
-        self._sequences[engine] += 1
+        self._sequences[engine] += sequences
+        counted = True
 
         def release() -> None:
-            nonlocal released
-            if not released:
-                released = True
+            nonlocal counted
+            if counted:
+                counted = False
                 self._tokens[engine] -= tokens
-                self._sequences[engine] -= 1
+                self._sequences[engine] -= sequences
 
-        try:
-            yield release
-        finally:
-            release()
+        return release
+
+
+def _sample(leg: _Leg, index: int, output: DecodeOutput, progress: _Progress) -> Sample:
+    work, name = progress.work, leg.engine.info.name
+    leader, request = next(iter(leg.requests.values())), leg.requests[index]
+    waited_s = output.wait_s
+    if request is not leader:
+        waited_s += leg.result.waited_s[leader.request_id]
+    queued_s = leg.started_s - progress.accepted_s
+    if leg.handle is None:
+        route = Route(RouteKind.LOCAL, prefill=name, decode=name)
+        timing = Timing(queued_s + waited_s, output.prefill_s, 0.0, output.decode_s)
+    else:
+        kind = RouteKind.SPLIT if request is leader else RouteKind.SHARED
+        route = Route(kind, prefill=leg.handle.prefill_engine, decode=name)
+        decode_s = output.prefill_s + output.decode_s
+        timing = Timing(queued_s, leg.handle.elapsed_s, waited_s, decode_s)
+    return Sample(
+        id=work.prompt.id,
+        sample=index,
+        prompt_token_ids=work.prompt.token_ids,
+        token_ids=output.token_ids,
+        text=output.text,
+        logprobs=output.logprobs,
+        finish_reason=output.finish_reason,
+        seed=request.seed,
+        weight_version=output.weight_version,
+        route=route,
+        timing=timing,
+    )

@@ -32,8 +32,7 @@ class WeightedGate:
     async def acquire(self, weight: int) -> None:
         """Wait until there is room, in order of arrival."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (weight, future)
-        self._waiting.append(entry)
+        self._waiting.append((weight, future))
         self._admit()
         try:
             await future
@@ -41,7 +40,6 @@ class WeightedGate:
             if future.done() and not future.cancelled():
                 self.release(weight)
             else:
-                self._waiting.remove(entry)
                 self._admit()
             raise
 
@@ -61,6 +59,9 @@ class WeightedGate:
     def _admit(self) -> None:
         while self._waiting:
             weight, future = self._waiting[0]
+            if future.cancelled():
+                self._waiting.popleft()
+                continue
             if self._held and self._held + weight > self._capacity:
                 return
             self._waiting.popleft()

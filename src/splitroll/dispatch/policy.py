@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+E = TypeVar("E")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class LeastLoaded:
 POLICIES: dict[str, type[Policy]] = {"round_robin": RoundRobin, "least_loaded": LeastLoaded}
 
 
-def share(indices: Sequence[int], engines: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
+def share(indices: Sequence[int], engines: Sequence[E]) -> list[tuple[E, tuple[int, ...]]]:
     """Deal a group's samples out over engines as evenly as they go; no engine gets none."""
     used = engines[: len(indices)]
     return [(engine, tuple(indices[i :: len(used)])) for i, engine in enumerate(used)]

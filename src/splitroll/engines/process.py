@@ -42,6 +42,7 @@ def install() -> None:
     if current_platform.is_cpu():
         _calm_progress_thread()
         _keep_affinity(current_platform)
+        _keep_seeds_over_chunks()
 
 
 def _die_with_parent() -> None:
@@ -165,3 +166,40 @@ def _keep_affinity(platform: Any) -> None:
     """vLLM's NIXL worker pins itself to the last core of each NUMA node, so that all engines of a
     host share one core; our placement decides instead."""
     type(platform).discover_numa_topology = classmethod(lambda cls: [])
+
+
+def _keep_seeds_over_chunks() -> None:
+    """A seeded request whose prompt is computed in chunks kills vLLM's CPU engine.
+
+    The token sampled after each chunk but the last is thrown away, and vLLM rewinds the request's
+    generator by an offset, which only CUDA generators have. Put its state back instead.
+    """
+    import numpy as np
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    original_sample = GPUModelRunner._sample
+    original_bookkeeping = GPUModelRunner._bookkeeping_sync
+
+    def discarded(runner: Any) -> list[int]:
+        batch = runner.input_batch
+        rows = np.nonzero(runner.discard_request_mask.np[: batch.num_reqs])[0]
+        return [int(row) for row in rows if int(row) in batch.generators]
+
+    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = [self.input_batch.generators[row] for row in discarded(self)]
+        states = [generator.get_state() for generator in generators]
+        output = original_sample(self, *args, **kwargs)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        return output
+
+    def bookkeeping_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        hidden = {row: generators.pop(row) for row in discarded(self)}
+        try:
+            return original_bookkeeping(self, *args, **kwargs)
+        finally:
+            generators.update(hidden)
+
+    GPUModelRunner._sample = sample
+    GPUModelRunner._bookkeeping_sync = bookkeeping_sync

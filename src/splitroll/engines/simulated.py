@@ -12,6 +12,7 @@ import os
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from splitroll.engines.protocol import (
     DecodeOutput,
@@ -33,6 +34,7 @@ from splitroll.errors import (
     LegError,
     Problem,
 )
+from splitroll.placement import EngineSpec
 from splitroll.types import Role, derive_seed
 
 VOCAB_SIZE = 4096
@@ -105,6 +107,7 @@ class SimulatedEngine(Engine):
         max_num_seqs: int = 64,
         max_model_len: int = 8192,
         weight_version: int = 0,
+        lease_s: float = 30.0,
     ) -> None:
         self._info = EngineInfo(
             name=name,
@@ -124,9 +127,10 @@ class SimulatedEngine(Engine):
         self._latency = latency or LatencyModel()
         self.faults = faults or Faults()
         self._weight_version = weight_version
+        self._lease_s = lease_s
         self._counters = EngineCounters()
         self._running: dict[str, _Running] = {}
-        self._pinned: dict[str, tuple[int, ...]] = {}
+        self._pinned: dict[str, tuple[float, tuple[int, ...]]] = {}
         self._cache: OrderedDict[int, None] = OrderedDict()
         self._freed = asyncio.Condition()
         self._dead = asyncio.Event()
@@ -284,12 +288,14 @@ class SimulatedEngine(Engine):
             self._freed.notify_all()
 
     def _held(self) -> int:
+        self._expire()
         size = self._info.block_size
-        pinned = sum(math.ceil(len(tokens) / size) for tokens in self._pinned.values())
+        pinned = sum(math.ceil(len(tokens) / size) for _, tokens in self._pinned.values())
         return pinned + sum(state.blocks for state in self._running.values())
 
     def _pin(self, request: PrefillRequest) -> KvParams:
-        self._pinned[request.request_id] = request.token_ids
+        expires = asyncio.get_running_loop().time() + self._lease_s
+        self._pinned[request.request_id] = (expires, request.token_ids)
         blocks = math.ceil(len(request.token_ids) / self._info.block_size)
         return {
             "do_remote_prefill": True,
@@ -303,7 +309,14 @@ class SimulatedEngine(Engine):
         }
 
     def _unpin(self, request_id: str) -> tuple[int, ...] | None:
-        return self._pinned.pop(request_id, None)
+        self._expire()
+        return self._pinned.pop(request_id, (0.0, None))[1]
+
+    def _expire(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for request_id in [key for key, (end, _) in self._pinned.items() if end < now]:
+            del self._pinned[request_id]
+            self._count(kv_expired=1)
 
     async def _pull(self, request: DecodeRequest, cached: int) -> tuple[tuple[int, ...], int]:
         """Return the prompt that the loaded KV stands for, and how many tokens were pulled."""
@@ -366,6 +379,39 @@ class SimulatedEngine(Engine):
     def _check_alive(self) -> None:
         if self._dead.is_set():
             raise EngineDied(self._info.name, "killed")
+
+
+class SimulatedLauncher:
+    """Launches simulated engines for a fleet, all on one fabric.
+
+    Attributes:
+        faults: by engine name; they stay with the name over restarts.
+        engines: the present incarnation of each engine.
+        launched: how many incarnations there were.
+    """
+
+    def __init__(self, latency: LatencyModel | None = None, **engine_arguments: Any) -> None:
+        self.faults: dict[str, Faults] = {}
+        self.engines: dict[str, SimulatedEngine] = {}
+        self.launched = 0
+        self._fabric = Fabric()
+        self._latency = latency
+        self._engine_arguments = engine_arguments
+
+    async def launch(self, spec: EngineSpec, generation: int) -> Engine:
+        self.launched += 1
+        engine = SimulatedEngine(
+            spec.name,
+            spec.role,
+            self._fabric,
+            engine_id=f"{spec.name}-{generation}",
+            latency=self._latency,
+            faults=self.faults.setdefault(spec.name, Faults()),
+            **self._engine_arguments,
+        )
+        await engine.start()
+        self.engines[spec.name] = engine
+        return engine
 
 
 def _next_token(

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,7 @@ from splitroll.errors import (
 )
 from splitroll.types import SamplingParams
 
+_REMEMBERED_ABORTS = 10_000
 _WARM_UP = SamplingParams(max_tokens=2, temperature=0.0)
 _WARM_UP_TOKENS = 40
 """More than a block on CPU, so that the first forward of each kind is behind us."""
@@ -55,6 +57,7 @@ class VllmEngine:
         self._log_path = log_path
         self._counters = EngineCounters()
         self._weight_version = 0
+        self._aborted: OrderedDict[str, None] = OrderedDict()
 
     async def start(self) -> EngineInfo:
         """Start the engine, generate once, and return what it is.
@@ -146,6 +149,10 @@ class VllmEngine:
         raise LegError(self._arguments.name, "the stream ended without a finish reason")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        # vLLM forgets an abort that overtakes its request; we do not: see _generate.
+        self._aborted.update(dict.fromkeys(request_ids))
+        while len(self._aborted) > _REMEMBERED_ABORTS:
+            self._aborted.popitem(last=False)
         with self._engine_errors():
             await self._llm.abort(request_ids)
 
@@ -184,6 +191,8 @@ class VllmEngine:
             prompt["cache_salt"] = request.cache_salt
         with self._engine_errors():
             async for output in self._llm.generate(prompt, sampling, request.request_id):
+                if request.request_id in self._aborted and not output.finished:
+                    await self._llm.abort(request.request_id)
                 yield output
 
     @contextlib.contextmanager

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 class Cleanup:
     """Owns background clean-up tasks; none is lost, none outlives `drain`."""
 
-    def __init__(self, limit_s: float = 30.0) -> None:
+    def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._tasks: set[asyncio.Task[None]] = set()
         self.failures = 0

@@ -40,6 +40,7 @@ class KvHandle:
         self._max_age_s = max_age_s
         self._params = params
         self._taken = False
+        self._returned = False
         self._settled = False
         self._on_settled: Callable[[], None] | None = None
 
@@ -73,9 +74,11 @@ class KvHandle:
         """Whether a decode engine was given it."""
         return self._taken
 
-    @property
-    def raw_params(self) -> KvParams:
-        """The parameters, to give the handle back with."""
+    def give_back(self) -> KvParams | None:
+        """Return the parameters to give the handle back with; None if that was done before."""
+        if self._returned or self._settled:
+            return None
+        self._returned = self._taken = True
         return self._params
 
     def when_settled(self, callback: Callable[[], None]) -> None:

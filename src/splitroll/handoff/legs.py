@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ from splitroll.errors import (
 from splitroll.handoff.backend import KvBackend
 from splitroll.handoff.cleanup import Cleanup
 from splitroll.handoff.handle import KvHandle
+
+_GIVE_BACK_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +144,11 @@ class Handoff:
         return await leg.run()
 
     def give_back(self, handle: KvHandle) -> None:
-        """Tell the prefill engine of a handle that nobody will pull it."""
-        self._cleanup.spawn(
-            f"give a handle back to {handle.prefill_engine}", self._give_back(handle)
-        )
+        """Tell the prefill engine of a handle that nobody will pull it; later calls do nothing."""
+        if (params := handle.give_back()) is not None:
+            self._cleanup.spawn(
+                f"give a handle back to {handle.prefill_engine}", self._give_back(handle, params)
+            )
 
     def _handle(
         self, engine: Engine, request: PrefillRequest, output: PrefillOutput, begun_s: float
@@ -182,16 +186,17 @@ class Handoff:
             output = await leg
         except SplitrollError:
             return  # it ended without a handle, as intended
-        await self._give_back(self._handle(engine, request, output, begun_s))
+        self.give_back(self._handle(engine, request, output, begun_s))
 
-    async def _give_back(self, handle: KvHandle) -> None:
+    async def _give_back(self, handle: KvHandle, params: KvParams) -> None:
         try:
-            for engine in self._decoders():
-                with contextlib.suppress(EngineDied):
-                    name = f"{engine.info.name}-give-back-{id(handle):x}-{self._clock():.6f}"
-                    await engine.release(name, handle.raw_params)
-                    return
-            raise LegError(handle.prefill_engine, "no decode engine is left to give it back on")
+            # With all decode engines down, the next that comes back can still do it.
+            while self._clock() < handle.born_s + self._limits.lease_s:
+                for engine in self._decoders():
+                    with contextlib.suppress(EngineDied):
+                        await engine.release(f"give-back-{os.urandom(8).hex()}", params)
+                        return
+                await asyncio.sleep(_GIVE_BACK_POLL_S)
         finally:
             handle.settle()
 
@@ -334,8 +339,8 @@ class _DecodeLeg:
         try:
             await self._engine.abort([request.request_id])
         except EngineDied:
-            await self._handoff._give_back(handle)
-        finally:
+            self._handoff.give_back(handle)
+        else:
             handle.settle()
 
 

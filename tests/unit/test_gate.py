@@ -1,0 +1,86 @@
+"""The weighted gate: capacity, order, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from splitroll.dispatch.gate import WeightedGate
+
+
+async def test_it_lets_in_up_to_its_capacity() -> None:
+    gate = WeightedGate(3)
+    await gate.acquire(2)
+    await gate.acquire(1)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(gate.acquire(1), 0.01)
+    gate.release(1)
+    await asyncio.wait_for(gate.acquire(1), 1)
+
+
+async def test_a_weight_above_the_capacity_is_let_in_alone() -> None:
+    gate = WeightedGate(3)
+    await gate.acquire(1)
+    big = asyncio.create_task(gate.acquire(10))
+    await asyncio.sleep(0)
+    assert not big.done()
+    gate.release(1)
+    await asyncio.wait_for(big, 1)
+
+
+async def test_a_small_weight_does_not_overtake_a_large_one() -> None:
+    gate = WeightedGate(3)
+    await gate.acquire(2)
+    large = asyncio.create_task(gate.acquire(3))
+    await asyncio.sleep(0)
+    small = asyncio.create_task(gate.acquire(1))
+    await asyncio.sleep(0)
+    assert not small.done()
+    gate.release(2)
+    await asyncio.wait_for(large, 1)
+    gate.release(3)
+    await asyncio.wait_for(small, 1)
+
+
+async def test_a_cancelled_wait_does_not_block_those_behind_it() -> None:
+    gate = WeightedGate(2)
+    await gate.acquire(2)
+    first = asyncio.create_task(gate.acquire(2))
+    second = asyncio.create_task(gate.acquire(1))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    gate.release(2)
+    await asyncio.wait_for(second, 1)
+    assert gate.held == 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=30),
+    st.integers(0, 8),
+)
+def test_nothing_is_left_held_whatever_is_cancelled(
+    requests: list[tuple[int, bool]], capacity: int
+) -> None:
+    async def run() -> None:
+        gate = WeightedGate(capacity)
+
+        async def use(weight: int) -> None:
+            async with gate.hold(weight):
+                assert gate.held <= capacity or gate.held == weight
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.create_task(use(weight)) for weight, _ in requests]
+        await asyncio.sleep(0)
+        for task, (_, cancel) in zip(tasks, requests, strict=True):
+            if cancel:
+                task.cancel()
+        done = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        assert all(result is None or isinstance(result, asyncio.CancelledError) for result in done)
+        assert gate.held == 0
+
+    asyncio.run(run())
