@@ -50,7 +50,7 @@ def test_too_few_gpus_are_told_with_the_sum_and_its_terms() -> None:
 
 def test_an_engine_that_fits_no_single_node_is_told() -> None:
     with pytest.raises(ConfigError, match=r"decode-1 with 3 devices"):
-        planned(nodes(4, 4), "disaggregation.decode.tensor_parallel_size=3")
+        planned(nodes(4, 2, 2), "disaggregation.decode.tensor_parallel_size=3")
 
 
 def test_cores_are_exclusive_where_they_suffice() -> None:

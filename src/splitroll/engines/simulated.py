@@ -188,7 +188,12 @@ class SimulatedEngine(Engine):
     ) -> AsyncGenerator[FirstToken | DecodeOutput, None]:
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        state = await self._admit(request, len(request.token_ids) + request.sampling.max_tokens)
+        try:
+            state = await self._admit(request, len(request.token_ids) + request.sampling.max_tokens)
+        except asyncio.CancelledError:
+            if request.kv is not None:
+                await self.release(request.request_id, request.kv)
+            raise
         try:
             cached = self._lookup(request)
             prompt, pulled = await self._pull(request, cached)
@@ -275,10 +280,14 @@ class SimulatedEngine(Engine):
         state = _Running(blocks=0)
         self._running[request.request_id] = state
         blocks = math.ceil(tokens / self._info.block_size)
-        async with self._freed:
-            while not state.aborted and self._held() + blocks > self._info.num_blocks:
-                await self._freed.wait()
-                self._check_alive()
+        try:
+            async with self._freed:
+                while not state.aborted and self._held() + blocks > self._info.num_blocks:
+                    await self._freed.wait()
+                    self._check_alive()
+        except BaseException:
+            await self._free(request.request_id)
+            raise
         state.blocks = 0 if state.aborted else blocks
         return state
 
@@ -328,8 +337,10 @@ class SimulatedEngine(Engine):
         owner = self._fabric.engines.get(request.kv["remote_engine_id"])
         if owner is None:
             raise KvLoadFailed(self._info.name, "the prefill engine is gone")
-        await self._spend(self._latency.pull_s)
-        prompt = owner._unpin(request.kv["remote_request_id"])
+        try:
+            await self._spend(self._latency.pull_s)
+        finally:  # an aborted request, too, tells the prefill engine that it is done
+            prompt = owner._unpin(request.kv["remote_request_id"])
         blocks = math.ceil((len(request.token_ids) - cached) / self._info.block_size)
         self._count(kv_pulls=1, kv_bytes=blocks * self._info.block_bytes)
         if prompt is None or self.faults.corrupt_kv:
