@@ -66,7 +66,7 @@ def read_prompt_file(path: Path) -> list[Mapping[str, Any]]:
         InvalidRequest: with every line that is no JSON object, or when the file cannot be read.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as exc:
         problem = Problem("--prompts", f"{path} ({exc})", "a readable JSON-lines file", "check it")
         raise InvalidRequest([problem]) from exc

@@ -76,7 +76,7 @@ class SampleFile:
     def write(self, group: Group) -> None:
         """Add a complete group; it survives the end of this process from here on."""
         rows: list[Mapping[str, Any]] = [sample.to_json() for sample in group.samples]
-        self._file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        self._file.write("".join(json.dumps(row) + "\n" for row in rows))
         self._file.flush()
         self.done[group.id] = rows
 
@@ -100,7 +100,7 @@ class SampleFile:
         staged = self._partial.with_name(self._partial.name + ".new")
         with staged.open("w", encoding="utf-8") as file:
             for rows in self.done.values():
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                file.writelines(json.dumps(row) + "\n" for row in rows)
         os.replace(staged, self._partial)
         self._file = self._partial.open("a", encoding="utf-8")
 
@@ -125,7 +125,7 @@ class SampleFile:
     def _read_groups(self, path: Path) -> dict[str, list[Mapping[str, Any]]]:
         """Return the groups that have all their samples; a torn last line is left out."""
         groups: dict[str, dict[int, Mapping[str, Any]]] = defaultdict(dict)
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").split("\n"):
             with contextlib.suppress(json.JSONDecodeError):
                 row = json.loads(line)
                 groups[row["id"]][row["sample"]] = row

@@ -1,0 +1,242 @@
+"""One suite over every implementation of an engine: simulated, and vLLM in a Ray actor."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+import pytest_asyncio
+
+from splitroll.engines.protocol import (
+    DecodeOutput,
+    DecodeRequest,
+    Engine,
+    FirstToken,
+    PrefillOutput,
+    PrefillRequest,
+)
+from splitroll.engines.simulated import Fabric, LatencyModel, SimulatedEngine
+from splitroll.errors import InvalidRequest
+from splitroll.handoff.backend import make_backend
+from splitroll.types import Role, SamplingParams
+
+BACKEND = make_backend("nixl")
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+_ids = itertools.count()
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode engine, and fresh prompts that no cache has seen."""
+
+    prefill: Engine
+    decode: Engine
+    salt: str = field(default_factory=lambda: os.urandom(8).hex())
+
+    @property
+    def block(self) -> int:
+        return self.decode.info.block_size
+
+    def prompt(self, tokens: int) -> tuple[int, ...]:
+        start = next(_ids)
+        return tuple(10 + (start * 31 + i * 7) % 3000 for i in range(tokens))
+
+    async def hand_out(self, prompt: tuple[int, ...]) -> PrefillOutput:
+        request = PrefillRequest(f"p{next(_ids)}", prompt, BACKEND.prefill_params(), self.salt)
+        return await self.prefill.prefill(request)
+
+    def request(self, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY, seed: int = 0,
+                kv: object = None, salt: str | None = None) -> DecodeRequest:  # fmt: skip
+        params = None if kv is None else BACKEND.decode_params(kv)  # type: ignore[arg-type]
+        return DecodeRequest(f"d{next(_ids)}", prompt, sampling, seed, params, salt or self.salt)
+
+    async def run(self, request: DecodeRequest) -> DecodeOutput:
+        events = [event async for event in self.decode.decode(request)]
+        assert isinstance(events[-1], DecodeOutput)
+        assert all(isinstance(event, FirstToken) for event in events[:-1])
+        return events[-1]
+
+    async def assert_no_block_is_held(self) -> None:
+        """Within 5 s, as the README promises."""
+        for engine in (self.prefill, self.decode):
+            async with asyncio.timeout(5):
+                while (load := await engine.load()).held_blocks:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert (load.running, load.waiting) == (0, 0)
+
+
+@pytest_asyncio.fixture(params=["simulated", pytest.param("vllm", marks=pytest.mark.engines)])
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    if request.param == "simulated":
+        fabric = Fabric()
+        engines = [
+            SimulatedEngine(
+                name, role, fabric, engine_id=name, latency=LatencyModel(step_s=0.002),
+                max_model_len=2048,
+            )
+            for name, role in (("p", Role.PREFILL), ("d", Role.DECODE))
+        ]  # fmt: skip
+        for engine in engines:
+            await engine.start()
+        one = Pair(*engines)
+    else:
+        rollout = request.getfixturevalue("split_rollout")
+        fleet = rollout.fleet
+        one = Pair(fleet.ready(Role.PREFILL)[0], fleet.ready(Role.DECODE)[0])
+    yield one
+    await one.assert_no_block_is_held()
+
+
+def lengths(block: int) -> list[int]:
+    return [1, block - 1, block, block + 1, 3 * block, 3 * block + 5]
+
+
+async def test_a_handoff_equals_local_generation(pair: Pair) -> None:
+    for length in lengths(pair.block):
+        prompt = pair.prompt(length)
+        moved = await pair.run(pair.request(prompt, kv=(await pair.hand_out(prompt)).kv))
+        local = await pair.run(pair.request(prompt, salt=f"{pair.salt}-l{length}"))
+        assert moved.token_ids == local.token_ids
+        assert moved.logprobs == pytest.approx(local.logprobs, abs=1e-4)
+
+
+async def test_a_handoff_moves_all_blocks_and_recomputes_only_the_last_token(pair: Pair) -> None:
+    before = await pair.decode.counters()
+    prompt = pair.prompt(3 * pair.block + 5)
+    moved = await pair.run(pair.request(prompt, kv=(await pair.hand_out(prompt)).kv))
+    assert moved.cached_tokens >= len(prompt) - 1
+    await asyncio.sleep(0.1)
+    done = (await pair.decode.counters()) - before
+    assert done.kv_pulls == 1
+    assert done.kv_bytes == math.ceil(len(prompt) / pair.block) * pair.decode.info.block_bytes
+    assert done.computed_tokens <= 1
+
+
+async def test_only_what_decode_lacks_is_pulled(pair: Pair) -> None:
+    prompt = pair.prompt(4 * pair.block + 3)
+    await pair.run(pair.request(prompt))
+    before = await pair.decode.counters()
+    moved = await pair.run(pair.request(prompt, kv=(await pair.hand_out(prompt)).kv))
+    assert moved.cached_tokens >= len(prompt) - 1
+    await asyncio.sleep(0.1)
+    done = (await pair.decode.counters()) - before
+    assert done.kv_bytes <= pair.decode.info.block_bytes
+
+
+async def test_a_handle_holds_blocks_until_it_is_pulled(pair: Pair) -> None:
+    prompt = pair.prompt(2 * pair.block)
+    output = await pair.hand_out(prompt)
+    assert output.computed_tokens == len(prompt)
+    assert (await pair.prefill.load()).held_blocks >= 2
+    await pair.run(pair.request(prompt, kv=output.kv))
+
+
+async def test_a_released_handle_frees_its_blocks(pair: Pair) -> None:
+    output = await pair.hand_out(pair.prompt(2 * pair.block))
+    assert output.kv is not None
+    await pair.decode.release(f"r{next(_ids)}", BACKEND.decode_params(output.kv))
+    await pair.assert_no_block_is_held()
+
+
+async def test_an_aborted_sample_ends_at_once_with_what_it_has(pair: Pair) -> None:
+    prompt = pair.prompt(pair.block)
+    request = pair.request(prompt, SamplingParams(max_tokens=1000, ignore_eos=True))
+    stream = pair.decode.decode(request)
+    first = await anext(stream)
+    assert isinstance(first, FirstToken)
+    await pair.decode.abort([request.request_id])
+    (output,) = [event async for event in stream]
+    assert isinstance(output, DecodeOutput)
+    assert output.finish_reason == "abort"
+    assert 1 <= len(output.token_ids) == len(output.logprobs) < 1000
+
+
+async def test_an_aborted_request_with_a_handle_frees_both_engines(pair: Pair) -> None:
+    prompt = pair.prompt(3 * pair.block)
+    output = await pair.hand_out(prompt)
+    request = pair.request(prompt, SamplingParams(max_tokens=500, ignore_eos=True), kv=output.kv)
+
+    async def drain() -> list[object]:
+        return [event async for event in pair.decode.decode(request)]
+
+    running = asyncio.create_task(drain())
+    await asyncio.sleep(0)
+    await pair.decode.abort([request.request_id])
+    await asyncio.wait_for(running, 10)
+
+
+async def test_aborting_what_is_not_there_does_nothing(pair: Pair) -> None:
+    await pair.decode.abort(["no-such-request"])
+    await pair.decode.health()
+
+
+async def test_every_token_has_a_log_probability(pair: Pair) -> None:
+    for seed in range(3):
+        output = await pair.run(pair.request(pair.prompt(20), SamplingParams(max_tokens=9), seed))
+        assert len(output.token_ids) == len(output.logprobs) > 0
+        assert all(logprob <= 0 for logprob in output.logprobs)
+
+
+async def test_truncation_shows_and_a_stop_token_ends_a_sample(pair: Pair) -> None:
+    prompt = pair.prompt(20)
+    whole = await pair.run(pair.request(prompt))
+    assert (whole.finish_reason, len(whole.token_ids)) == ("length", 8)
+    stop = whole.token_ids[3]
+    first = whole.token_ids.index(stop)
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, stop_token_ids=(stop,))
+    stopped = await pair.run(pair.request(prompt, sampling))
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == whole.token_ids[: first + 1]
+
+
+async def test_a_first_token_that_stops_is_an_ordinary_handoff(pair: Pair) -> None:
+    prompt = pair.prompt(2 * pair.block)
+    first = (await pair.run(pair.request(prompt, salt=pair.salt + "x"))).token_ids[0]
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, stop_token_ids=(first,))
+    kv = (await pair.hand_out(prompt)).kv
+    output = await pair.run(pair.request(prompt, sampling, kv=kv))
+    assert output.token_ids == (first,)
+    assert output.finish_reason == "stop"
+
+
+async def test_seeds_tell_samples_apart_and_repeat_them(pair: Pair) -> None:
+    prompt = pair.prompt(20)
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+    runs = [await pair.run(pair.request(prompt, sampling, seed)) for seed in (1, 2, 3, 1)]
+    tokens = [run.token_ids for run in runs]
+    assert tokens[0] == tokens[3]
+    assert len(set(tokens)) == 3
+
+
+async def test_a_request_at_fault_is_refused_and_the_engine_lives(pair: Pair) -> None:
+    prompt = pair.prompt(pair.decode.info.max_model_len + 1)
+    with pytest.raises(InvalidRequest):
+        await pair.run(pair.request(prompt))
+    await pair.decode.health()
+
+
+async def test_the_prefix_cache_is_dropped_only_when_nothing_is_held(pair: Pair) -> None:
+    prompt = pair.prompt(2 * pair.block)
+    output = await pair.hand_out(prompt)
+    assert not await pair.prefill.reset_prefix_cache()
+    await pair.run(pair.request(prompt, kv=output.kv))
+    await pair.assert_no_block_is_held()
+    assert await pair.prefill.reset_prefix_cache()
+    again = await pair.hand_out(prompt)
+    assert again.computed_tokens == len(prompt)
+    assert again.kv is not None
+    await pair.decode.release(f"r{next(_ids)}", BACKEND.decode_params(again.kv))
+
+
+async def test_many_requests_at_once_all_end(pair: Pair) -> None:
+    requests = [
+        pair.request(pair.prompt(40 + i), SamplingParams(max_tokens=10, ignore_eos=True), i)
+        for i in range(40)
+    ]
+    outputs = await asyncio.gather(*(pair.run(request) for request in requests))
+    assert [len(output.token_ids) for output in outputs] == [10] * 40

@@ -1,0 +1,181 @@
+"""Starting and ending fleets: errors in seconds, no clash, nothing left behind, idle when idle."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitroll import Rollout, SamplingParams
+from splitroll.errors import EngineStartError, ProofError
+from splitroll.types import Group
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
+
+ONE_EACH = "disaggregation.decode_replicas=1"
+
+
+async def one_sample(rollout: Rollout) -> Group:
+    groups = [
+        group
+        async for group in rollout.generate(
+            ["w5 w6 w7 w8"], n=2, sampling=SamplingParams(max_tokens=4)
+        )
+    ]
+    assert isinstance(groups[0], Group)
+    return groups[0]
+
+
+async def test_an_engine_that_fails_to_start_ends_with_its_own_error(
+    tiny_config: dict[str, Any],
+) -> None:
+    begun = time.monotonic()
+    with pytest.raises(EngineStartError) as caught:
+        async with Rollout.open(tiny_config, overrides=["engine.kv_cache_memory_bytes=1000"]):
+            pytest.fail("the fleet must not open")
+    assert "KV cache" in str(caught.value)
+    assert time.monotonic() - begun < 90
+
+
+async def test_a_taken_port_ends_with_the_ports_own_error(
+    tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only who fixes the port can meet a taken one: by default the binder chooses."""
+    from splitroll.handoff.nixl import NixlBackend
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        environment = NixlBackend.environment
+
+        def fixed(self: NixlBackend, *, host: str) -> dict[str, str]:
+            return {**environment(self, host=host), "VLLM_NIXL_SIDE_CHANNEL_PORT": port}
+
+        monkeypatch.setattr(NixlBackend, "environment", fixed)
+        begun = time.monotonic()
+        with pytest.raises(EngineStartError, match=f"{port}: Address already in use"):
+            async with Rollout.open(tiny_config, overrides=[ONE_EACH]):
+                pytest.fail("the fleet must not open")
+        assert time.monotonic() - begun < 90
+
+
+async def test_pd_that_is_silently_off_is_found_at_the_start(
+    tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parameters get lost on the way, answers stay right: the proof must see it."""
+    from splitroll.handoff.nixl import NixlBackend
+
+    monkeypatch.setattr(NixlBackend, "decode_params", lambda self, handle: {})
+    with pytest.raises(ProofError, match="PD is silently off"):
+        async with Rollout.open(
+            tiny_config, overrides=[ONE_EACH, "disaggregation.kv_lease_s=61.0"]
+        ):
+            pytest.fail("the fleet must not open")
+
+
+async def test_three_idle_engines_use_little_cpu(split_rollout: Rollout) -> None:
+    """With their health checks. Ray's own daemons are not ours; the driver is counted too."""
+    await asyncio.sleep(1)
+    pids = [os.getpid()]
+    pids += [pid for engine in split_rollout.fleet.ready() for pid in engine.info.pids]
+
+    def used_s() -> float:
+        ticks = os.sysconf("SC_CLK_TCK")
+        total = 0
+        for pid in pids:
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            total += int(stat[11]) + int(stat[12])
+        return total / ticks
+
+    before, begun = used_s(), time.monotonic()
+    await asyncio.sleep(10)
+    share = (used_s() - before) / (time.monotonic() - begun)
+    assert share < 0.15, f"{share:.1%} of a core"
+
+
+FLEET_SCRIPT = """
+import asyncio, sys
+from splitroll import Rollout, SamplingParams
+
+async def main():
+    config, overrides = {config!r}, {overrides!r}
+    async with Rollout.open(config, overrides=overrides) as rollout:
+        pids = [pid for e in rollout.fleet.ready() for pid in e.info.pids]
+        print("PIDS", *pids, flush=True)
+        async for group in rollout.generate(
+            ["w5 w6 w7"], n=2, sampling=SamplingParams(max_tokens=4)
+        ):
+            print("GROUP", len(group.samples), flush=True)
+        await asyncio.sleep({stay_s})
+
+asyncio.run(main())
+"""
+
+
+def start_job(config: dict[str, Any], *overrides: str, stay_s: float) -> subprocess.Popen[str]:
+    code = FLEET_SCRIPT.format(config=config, overrides=list(overrides), stay_s=stay_s)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+def read_line(job: subprocess.Popen[str], start: str) -> list[str]:
+    assert job.stdout is not None
+    for line in job.stdout:
+        if line.startswith(start):
+            return line.split()[1:]
+    raise AssertionError(f"the job ended without {start}")
+
+
+def all_gone(pids: list[int], limit_s: float) -> bool:
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_two_jobs_on_one_host_do_not_clash_and_a_crashed_one_leaves_nothing(
+    tiny_config: dict[str, Any],
+) -> None:
+    jobs = [start_job(tiny_config, ONE_EACH, stay_s=60) for _ in range(2)]
+    try:
+        pids = [[int(pid) for pid in read_line(job, "PIDS")] for job in jobs]
+        for job in jobs:
+            assert read_line(job, "GROUP") == ["2"]
+        assert not set(pids[0]) & set(pids[1])
+        jobs[0].kill()
+        assert all_gone(pids[0], 30), "engines outlive a driver that was killed"
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids[1])
+        jobs[1].send_signal(signal.SIGINT)
+        jobs[1].wait(60)
+        assert all_gone(pids[1], 10), "engines outlive a driver that was interrupted"
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+
+
+def test_the_blocking_twin_does_the_same_in_an_ordinary_loop(tiny_config: dict[str, Any]) -> None:
+    overrides = ["disaggregation.enabled=false", "colocated.replicas=1"]
+    with Rollout.open_blocking(tiny_config, overrides=overrides) as rollout:
+        for step in range(2):
+            sampling = SamplingParams(max_tokens=4, seed=step)
+            groups = list(rollout.generate(["w5 w6", "w7"], n=3, sampling=sampling))
+            assert [len(group.samples) for group in groups if isinstance(group, Group)] == [3, 3]
+        for _ in rollout.generate(["w5 w6", "w7"], n=3):
+            break  # leaving a loop early ends what is still running
+        assert sum(engine.decodes for engine in rollout.activity().engines) >= 12
+
+
+async def test_a_group_through_a_running_fleet(split_rollout: Rollout) -> None:
+    group = await one_sample(split_rollout)
+    assert [sample.route.kind.value for sample in group.samples] == ["split", "shared"]
