@@ -21,8 +21,9 @@ from splitroll.engines.protocol import (
     PrefillRequest,
 )
 from splitroll.engines.simulated import Fabric, LatencyModel, SimulatedEngine
-from splitroll.errors import InvalidRequest
+from splitroll.errors import InvalidRequest, LegError
 from splitroll.handoff.backend import make_backend
+from splitroll.rollout import Rollout
 from splitroll.types import Role, SamplingParams
 
 BACKEND = make_backend("nixl")
@@ -65,31 +66,40 @@ class Pair:
         """Within 5 s, as the README promises."""
         for engine in (self.prefill, self.decode):
             async with asyncio.timeout(5):
-                while (load := await engine.load()).held_blocks:  # noqa: ASYNC110
+                while (load := await engine.load()).held_blocks:
                     await asyncio.sleep(0.05)
             assert (load.running, load.waiting) == (0, 0)
 
 
-@pytest_asyncio.fixture(params=["simulated", pytest.param("vllm", marks=pytest.mark.engines)])
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    if request.param == "simulated":
-        fabric = Fabric()
-        engines = [
-            SimulatedEngine(
-                name, role, fabric, engine_id=name, latency=LatencyModel(step_s=0.002),
-                max_model_len=2048,
-            )
-            for name, role in (("p", Role.PREFILL), ("d", Role.DECODE))
-        ]  # fmt: skip
-        for engine in engines:
-            await engine.start()
-        one = Pair(*engines)
-    else:
-        rollout = request.getfixturevalue("split_rollout")
-        fleet = rollout.fleet
-        one = Pair(fleet.ready(Role.PREFILL)[0], fleet.ready(Role.DECODE)[0])
-    yield one
-    await one.assert_no_block_is_held()
+@pytest_asyncio.fixture
+async def simulated_pair() -> AsyncIterator[Pair]:
+    fabric = Fabric()
+    latency = LatencyModel(step_s=0.002)
+    roles = {"p": Role.PREFILL, "d": Role.DECODE}
+    engines = [
+        SimulatedEngine(name, role, fabric, engine_id=name, latency=latency, max_model_len=2048)
+        for name, role in roles.items()
+    ]
+    for engine in engines:
+        await engine.start()
+    pair = Pair(*engines)
+    yield pair
+    await pair.assert_no_block_is_held()
+
+
+@pytest_asyncio.fixture
+async def vllm_pair(split_rollout: Rollout) -> AsyncIterator[Pair]:
+    fleet = split_rollout.fleet
+    pair = Pair(fleet.ready(Role.PREFILL)[0], fleet.ready(Role.DECODE)[0])
+    yield pair
+    await pair.assert_no_block_is_held()
+
+
+@pytest.fixture(params=["simulated_pair", pytest.param("vllm_pair", marks=pytest.mark.engines)])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    found = request.getfixturevalue(request.param)
+    assert isinstance(found, Pair)
+    return found
 
 
 def lengths(block: int) -> list[int]:
@@ -168,6 +178,29 @@ async def test_an_aborted_request_with_a_handle_frees_both_engines(pair: Pair) -
     await asyncio.sleep(0)
     await pair.decode.abort([request.request_id])
     await asyncio.wait_for(running, 10)
+
+
+async def test_an_abort_that_races_with_a_finishing_prefill_loses_no_handle(pair: Pair) -> None:
+    """The abort comes at every moment around the end: either it ends in an error or a handle."""
+    prompt = pair.prompt(4 * pair.block)
+    begun = asyncio.get_running_loop().time()
+    output = await pair.hand_out(prompt)
+    took_s = asyncio.get_running_loop().time() - begun
+    handles = [output.kv]
+    for i in range(24):
+        prompt = pair.prompt(4 * pair.block)
+        request = PrefillRequest(f"p{next(_ids)}", prompt, BACKEND.prefill_params(), pair.salt)
+        leg = asyncio.create_task(pair.prefill.prefill(request))
+        await asyncio.sleep(took_s * i / 16)
+        await pair.prefill.abort([request.request_id])
+        try:
+            handles.append((await leg).kv)
+        except LegError:
+            continue
+    for kv in handles:
+        assert kv is not None
+        await pair.decode.release(f"r{next(_ids)}", BACKEND.decode_params(kv))
+    await pair.assert_no_block_is_held()
 
 
 async def test_aborting_what_is_not_there_does_nothing(pair: Pair) -> None:

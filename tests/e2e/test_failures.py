@@ -48,13 +48,13 @@ async def run_64(rollout: Rollout) -> dict[tuple[str, int], tuple[int, ...]]:
 async def wait_until_all_are_ready(rollout: Rollout) -> None:
     async with asyncio.timeout(120):
         while any(m.state is not MemberState.READY for m in rollout.fleet.members.values()):
-            await asyncio.sleep(0.2)  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
 
 
 async def assert_no_block_is_held(rollout: Rollout) -> None:
     for engine in rollout.fleet.ready():
         async with asyncio.timeout(5):
-            while (await engine.load()).held_blocks:  # noqa: ASYNC110
+            while (await engine.load()).held_blocks:
                 await asyncio.sleep(0.05)
 
 

@@ -158,7 +158,7 @@ async def test_a_cancelled_prefill_frees_its_blocks() -> None:
 async def test_a_prefill_that_finishes_while_it_is_cancelled_gives_its_handle_back() -> None:
     async with pair() as p:
         leg = asyncio.create_task(p.handoff.prefill(p.prefill, "x", PROMPT))
-        while not p.prefill._pinned:  # noqa: ASYNC110 - the simulated engine has no event for it
+        while not p.prefill._pinned:
             await asyncio.sleep(0)
         leg.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -34,7 +34,7 @@ def install() -> None:
     _installed = True
     _die_with_parent()
     _exit_directly()
-    _report_state()
+    _add_utilities()
     _hold_side_channel_port()
 
     from vllm.platforms import current_platform
@@ -61,9 +61,11 @@ def _exit_directly() -> None:
     atexit.register(os._exit, 0)
 
 
-def _report_state() -> None:
-    """Add utility calls to EngineCore: vLLM's metrics go stale when an engine is idle."""
+def _add_utilities() -> None:
+    """Add utility calls to EngineCore: its load (vLLM's metrics go stale when an engine is idle),
+    and an abort that tells what it found."""
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.request import RequestStatus
 
     def splitroll_describe(core: Any) -> tuple[int, int, int, str, list[int]]:
         cache = core.scheduler.kv_cache_config
@@ -86,6 +88,11 @@ def _report_state() -> None:
         running, waiting = scheduler.get_request_counts()
         return running, waiting, held
 
+    def splitroll_abort(core: Any, request_ids: list[str]) -> list[str]:
+        aborted = core.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        return [request.request_id for request in aborted]
+
+    EngineCore.splitroll_abort = splitroll_abort
     EngineCore.splitroll_describe = splitroll_describe
     EngineCore.splitroll_load = splitroll_load
 

@@ -27,7 +27,7 @@ from splitroll.engines.protocol import (
     PrefillOutput,
     PrefillRequest,
 )
-from splitroll.errors import EngineDied, EngineStartError, SplitrollError
+from splitroll.errors import EngineDied, EngineStartError, LegError, SplitrollError
 from splitroll.placement import EngineSpec
 
 T = TypeVar("T")
@@ -196,7 +196,9 @@ class RayEngine(Engine):
         except RayTaskError as exc:
             if isinstance(exc.cause, SplitrollError):
                 raise exc.cause from None
-            raise
+            # A wall: whatever vLLM raises for a request fails that request only.
+            cause = f"{type(exc.cause).__name__}: {exc.cause}"
+            raise LegError(self._name, cause) from exc
         except RayActorError as exc:
             raise EngineDied(self._name, _last_line(exc)) from exc
 

@@ -16,6 +16,7 @@ from typing import Any
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -58,6 +59,7 @@ class VllmEngine:
         self._counters = EngineCounters()
         self._weight_version = 0
         self._aborted: OrderedDict[str, None] = OrderedDict()
+        self._prefilling: set[str] = set()
 
     async def start(self) -> EngineInfo:
         """Start the engine, generate once, and return what it is.
@@ -97,7 +99,11 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={"kv_transfer_params": dict(request.kv)},
         )
-        outputs = [output async for output in self._generate(request, sampling)]
+        self._prefilling.add(request.request_id)
+        try:
+            outputs = [output async for output in self._generate(request, sampling)]
+        finally:
+            self._prefilling.discard(request.request_id)
         if not outputs or outputs[-1].outputs[0].finish_reason != "length":
             reason = outputs[-1].outputs[0].finish_reason if outputs else "nothing"
             raise LegError(self._arguments.name, f"prefill ended with {reason}")
@@ -153,8 +159,18 @@ class VllmEngine:
         self._aborted.update(dict.fromkeys(request_ids))
         while len(self._aborted) > _REMEMBERED_ABORTS:
             self._aborted.popitem(last=False)
+        prefills = [name for name in request_ids if name in self._prefilling]
         with self._engine_errors():
-            await self._llm.abort(request_ids)
+            await self._llm.abort([name for name in request_ids if name not in self._prefilling])
+            for name in prefills:
+                await self._abort_prefill(name)
+
+    async def _abort_prefill(self, request_id: str) -> None:
+        """Abort a prefill, unless it has just finished: vLLM's abort would then drop the output
+        with the handle, and the blocks would stay pinned until their lease ends."""
+        inner = list(self._llm.output_processor.external_req_ids.get(request_id, ()))
+        if await self._llm.engine_core.call_utility_async("splitroll_abort", inner):
+            await self._llm.abort(request_id)
 
     async def release(self, request_id: str, kv: KvParams) -> None:
         with self._engine_errors():
@@ -201,7 +217,7 @@ class VllmEngine:
             yield
         except EngineDeadError as exc:
             raise EngineDied(self._arguments.name, str(exc)) from exc
-        except (ValueError, TypeError) as exc:
+        except (VLLMClientError, ValueError, TypeError) as exc:
             problem = Problem("request", str(exc), "what vLLM accepts", "change the request")
             raise InvalidRequest([problem]) from exc
 
