@@ -1,13 +1,17 @@
 # Every target sets up what it needs. `make demo` and `make test` are the two that a newcomer runs.
 PYTHON ?= python3
 BIN := .venv/bin
-RUN := runs/demo
+DEMO := runs/demo
+# torch's CPU build is not on PyPI. Where pip does not find it by itself, it comes from here.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH := $(shell grep '^torch==' requirements/cpu.lock)
+PIP_INSTALL := $(BIN)/pip install --quiet --no-deps --disable-pip-version-check
 
 .PHONY: demo test install lint type bench lock clean
 
 demo: install ## Generate scored GRPO groups on one prefill and two decode engines.
 	$(BIN)/splitroll rollout --task products --task-set min_digits=1 --task-set max_digits=1 \
-	  --num 16 --n 8 --max-tokens 32 --seed 0 --out $(RUN)/samples.jsonl --overwrite
+	  --num 16 --n 8 --max-tokens 32 --seed 0 --out $(DEMO)/samples.jsonl --overwrite
 
 test: install lint type ## Everything: lint, types, unit, contract and end-to-end tests.
 	$(BIN)/pytest
@@ -16,8 +20,9 @@ install: .venv/installed ## Everything into .venv.
 
 .venv/installed: requirements/cpu.lock pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-deps -r requirements/cpu.lock
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	$(PIP_INSTALL) '$(TORCH)' || $(PIP_INSTALL) --index-url $(TORCH_INDEX) '$(TORCH)'
+	$(PIP_INSTALL) -r requirements/cpu.lock
+	$(PIP_INSTALL) --no-build-isolation --editable .
 	touch $@
 
 lint: install
@@ -31,7 +36,7 @@ bench: install ## Two colocated engines against one prefill and one decode, in t
 	$(BIN)/splitroll bench
 
 lock: install ## Write requirements/cpu.lock anew from what .venv holds.
-	$(BIN)/pip freeze --exclude-editable > requirements/cpu.lock
+	$(BIN)/pip freeze --all --exclude-editable --exclude pip > requirements/cpu.lock
 
 clean:
 	rm -rf .venv build src/*.egg-info

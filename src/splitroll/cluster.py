@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import tempfile
-from collections.abc import AsyncGenerator
+import threading
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,8 @@ async def open_cluster(config: Config) -> AsyncGenerator[None, None]:
     else:
         options.update(address=config.ray.address)
     try:
-        ray.init(logging_level=logging.ERROR, **options)
+        with _signal_handlers_kept():
+            ray.init(logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError) as exc:
         hint = "start one (ray start --head), or leave ray.address out to use this machine"
         allowed = "null, auto, or the address of a Ray cluster that runs"
@@ -60,6 +63,19 @@ async def open_cluster(config: Config) -> AsyncGenerator[None, None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Ray takes SIGTERM for itself and ends the process with a crash report; give it back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 async def take_inventory(wants_gpus: bool) -> list[Node]:

@@ -223,12 +223,15 @@ def _root_cause(log: Path) -> str | None:
     marks = [i for i, line in enumerate(lines) if "EngineCore failed to start" in line]
     if not marks:
         return None
+    found = None
     for line in lines[marks[0] + 1 :]:
+        if "ERROR" not in line:
+            break  # the record of the exception ends here
         _, _, text = line.partition("] ")
-        head, _, _ = text.partition(":")
-        if head.split(".")[-1].endswith(("Error", "Exception")) and " " not in head:
-            return text
-    return None
+        name, colon, _ = text.partition(":")
+        if colon and name.isidentifier() and name.endswith(("Error", "Exception")):
+            found = text  # of a chain, the last one raised
+    return found
 
 
 def _last_line(exc: BaseException) -> str:
