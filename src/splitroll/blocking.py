@@ -21,7 +21,7 @@ T = TypeVar("T")
 class BlockingRollout:
     """See `Rollout`; an event loop in a thread of its own does the work.
 
-    `with Rollout.open_blocking(config) as rollout: ...`
+    `with BlockingRollout(config) as rollout: ...`
     """
 
     def __init__(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -47,7 +48,10 @@ async def open_cluster(config: Config) -> AsyncGenerator[None, None]:
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
     if local:
         options.update(
-            address="local", include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES
+            address="local",
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",  # nothing outside this machine needs to reach it
         )
     else:
         options.update(address=config.ray.address)
@@ -126,26 +130,32 @@ class RayLauncher:
 
     Attributes:
         fleet_id: unique in the cluster; part of every name that the fleet uses.
-        log_dir: where each engine writes its log, one file per incarnation.
+        folder: where its engines keep their files: one log per incarnation, temporary files and
+            IPC sockets. Removed by `tidy`.
     """
 
     def __init__(
         self, config: Config, facts: ModelFacts, backend: KvBackend | None, fleet_id: str
     ) -> None:
         self.fleet_id = fleet_id
-        self.log_dir = Path(tempfile.gettempdir()) / f"splitroll-{fleet_id}"
+        self.folder = Path(tempfile.gettempdir()) / f"splitroll-{fleet_id}"
         self._config = config
         self._facts = facts
         self._backend = backend
 
     async def launch(self, spec: EngineSpec, generation: int) -> Engine:
         name = actor_name(self.fleet_id, spec.name, generation)
-        arguments = engine_arguments(
-            self._config,
-            self._facts,
-            spec,
-            self._backend,
-            engine_id(self.fleet_id, spec.name, generation),
-        )
-        log_path = self.log_dir / f"{spec.name}-{generation}.log"
+        transfer = None
+        if self._backend is not None:
+            transfer = self._backend.transfer(
+                spec,
+                engine_id=engine_id(self.fleet_id, spec.name, generation),
+                lease_s=self._config.disaggregation.kv_lease_s,
+            )
+        arguments = engine_arguments(self._config, self._facts, spec, transfer)
+        log_path = self.folder / f"{spec.name}-{generation}.log"
         return await RayEngine.launch(spec, name, arguments, log_path)
+
+    def tidy(self) -> None:
+        """Remove the fleet's folder on this machine, logs included, after an uneventful life."""
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,9 +1,12 @@
-"""From configuration and cluster inventory to exact engines: name, node, devices. Pure."""
+"""From configuration and cluster inventory to exact engines: name, node, devices. Pure, but for
+`this_node`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from splitroll.config.schema import Config
 from splitroll.errors import ConfigError, Problem
@@ -59,6 +62,17 @@ class _Want:
 
     def term(self, unit: str, each: int) -> str:
         return f"{self.replicas} {self.role.value} x {self.tensor_parallel_size * each} {unit}"
+
+
+def this_node() -> Node:
+    """Return what this machine has, without asking Ray, to check a configuration early."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [int(path.name.removeprefix("nvidia")) for path in Path("/dev").glob("nvidia[0-9]*")]
+    if visible is not None:
+        gpus = gpus[: len([part for part in visible.split(",") if part.strip()])]
+    return Node(
+        "local", "this machine", tuple(sorted(gpus)), tuple(sorted(os.sched_getaffinity(0)))
+    )
 
 
 def engine_name(role: Role, index: int) -> str:

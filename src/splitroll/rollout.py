@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from splitroll.config import Config, load_checked
 from splitroll.config.rules import max_model_len
@@ -23,12 +23,9 @@ from splitroll.handoff.backend import make_backend
 from splitroll.handoff.cleanup import Cleanup
 from splitroll.handoff.legs import Handoff, LegLimits
 from splitroll.model import ModelFacts
-from splitroll.placement import EngineSpec, place
+from splitroll.placement import EngineSpec, place, this_node
 from splitroll.prompts import PromptLike, Tokenizer, read_prompt
 from splitroll.types import FailedGroup, Group, Prompt, Role, SamplingParams, derive_seed
-
-if TYPE_CHECKING:
-    from splitroll.blocking import BlockingRollout
 
 _VOCAB_FOR_PROOF = 4096
 """The proof's prompt uses low token ids only, which every model has."""
@@ -111,6 +108,8 @@ class Rollout:
             ProofError: a pair does not hand off KV.
         """
         config, facts = load_checked(config, overrides)
+        if config.ray.address is None:
+            place(config, [this_node()])  # what cannot fit is told before Ray starts
         # Imported late: Ray takes a second, and a wrong configuration should be told at once.
         from splitroll.cluster import RayLauncher, open_cluster, take_inventory
 
@@ -121,18 +120,8 @@ class Rollout:
             launcher = RayLauncher(config, facts, backend, fleet_id=os.urandom(4).hex())
             async with open_fleet(config, specs, launcher, on_state) as (fleet, handoff):
                 yield cls(config, facts, fleet, handoff)
-
-    @classmethod
-    def open_blocking(
-        cls,
-        config: Config | Mapping[str, Any] | str | Path | None = None,
-        *,
-        overrides: Sequence[str] = (),
-    ) -> BlockingRollout:
-        """Return the blocking twin, a context manager for ordinary training loops."""
-        from splitroll.blocking import BlockingRollout
-
-        return BlockingRollout(config, overrides=overrides)
+            if not any(member.restarts for member in fleet.members.values()):
+                launcher.tidy()
 
     async def generate(
         self,

@@ -91,8 +91,12 @@ class SampleFile:
 
     def close(self) -> None:
         """Leave an unfinished file as it is, to be resumed."""
-        if self._file is not None:
-            self._file.close()
+        if self._file is None:
+            return
+        self._file.close()
+        if not self.done:  # nothing to resume: leave nothing in the way of the next run
+            self._partial.unlink(missing_ok=True)
+            self._run.unlink(missing_ok=True)
 
     def _begin(self) -> None:
         """Write the groups kept so far into a fresh partial file, whole lines only."""

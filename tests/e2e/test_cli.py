@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,21 @@ def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, capture_output=True, text=True, timeout=200, check=False)
 
 
+def fleet_files() -> set[str]:
+    return {
+        path.name
+        for pattern in ("splitroll-*", "vllm_dist_*")
+        for path in Path(tempfile.gettempdir()).glob(pattern)
+    }
+
+
 def test_a_rollout_prints_one_object_and_writes_every_sample(
     arguments: list[str], tmp_path: Path
 ) -> None:
+    left_before = fleet_files()
     done = run(arguments)
     assert done.returncode == 0, done.stderr
+    assert fleet_files() == left_before
     summary = json.loads(done.stdout)
     assert set(summary) >= SUMMARY_KEYS
     assert (summary["groups"], summary["samples"], summary["failed"]) == (12, 48, 0)

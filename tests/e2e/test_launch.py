@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from splitroll import Rollout, SamplingParams
+from splitroll import BlockingRollout, Rollout, SamplingParams
+from splitroll.engines.arguments import KvTransfer
 from splitroll.errors import EngineStartError, ProofError
 from splitroll.types import Group
 
@@ -55,12 +56,13 @@ async def test_a_taken_port_ends_with_the_ports_own_error(
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        environment = NixlBackend.environment
+        transfer = NixlBackend.transfer
 
-        def fixed(self: NixlBackend, *, host: str) -> dict[str, str]:
-            return {**environment(self, host=host), "VLLM_NIXL_SIDE_CHANNEL_PORT": port}
+        def fixed(self: NixlBackend, spec: Any, **kwargs: Any) -> KvTransfer:
+            chosen = transfer(self, spec, **kwargs)
+            return KvTransfer(chosen.config, {**chosen.env, "VLLM_NIXL_SIDE_CHANNEL_PORT": port})
 
-        monkeypatch.setattr(NixlBackend, "environment", fixed)
+        monkeypatch.setattr(NixlBackend, "transfer", fixed)
         begun = time.monotonic()
         with pytest.raises(EngineStartError, match=f"{port}: Address already in use"):
             async with Rollout.open(tiny_config, overrides=[ONE_EACH]):
@@ -104,7 +106,8 @@ async def test_three_idle_engines_use_little_cpu(split_rollout: Rollout) -> None
 
 FLEET_SCRIPT = """
 import asyncio, sys
-from splitroll import Rollout, SamplingParams
+from splitroll import BlockingRollout, Rollout, SamplingParams
+from splitroll.engines.arguments import KvTransfer
 
 async def main():
     config, overrides = {config!r}, {overrides!r}
@@ -166,7 +169,7 @@ def test_two_jobs_on_one_host_do_not_clash_and_a_crashed_one_leaves_nothing(
 
 def test_the_blocking_twin_does_the_same_in_an_ordinary_loop(tiny_config: dict[str, Any]) -> None:
     overrides = ["disaggregation.enabled=false", "colocated.replicas=1"]
-    with Rollout.open_blocking(tiny_config, overrides=overrides) as rollout:
+    with BlockingRollout(tiny_config, overrides=overrides) as rollout:
         for step in range(2):
             sampling = SamplingParams(max_tokens=4, seed=step)
             groups = list(rollout.generate(["w5 w6", "w7"], n=3, sampling=sampling))
@@ -174,6 +177,46 @@ def test_the_blocking_twin_does_the_same_in_an_ordinary_loop(tiny_config: dict[s
         for _ in rollout.generate(["w5 w6", "w7"], n=3):
             break  # leaving a loop early ends what is still running
         assert sum(engine.decodes for engine in rollout.activity().engines) >= 12
+
+
+GPU_SCRIPT = """
+import asyncio, os, ray
+from splitroll.cluster import take_inventory
+from splitroll.config import load_config
+from splitroll.engines.arguments import engine_arguments
+from splitroll.engines.ray_engine import actor_options
+from splitroll.model import ModelFacts
+from splitroll.placement import actor_name, place
+
+class Reporter:
+    def report(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"], ray.get_runtime_context().get_node_id()
+
+async def main():
+    (node,) = await take_inventory(wants_gpus=True)
+    config = load_config(overrides=["disaggregation.decode.tensor_parallel_size=2"])
+    for spec in place(config, [node]):
+        facts = ModelFacts("m", "m", 8, 4, 1024)
+        options = actor_options(
+            spec, actor_name("f", spec.name, 0), engine_arguments(config, facts, spec, None)
+        )
+        devices, node_id = await ray.remote(Reporter).options(**options).remote().report.remote()
+        assert node_id == node.id
+        print(spec.name, devices, flush=True)
+
+ray.init(address="local", num_gpus=5, include_dashboard=False, log_to_driver=False)
+asyncio.run(main())
+"""
+
+
+def test_actors_see_exactly_the_gpus_of_their_placement() -> None:
+    """Ray hands out ids of GPUs that it is told of, so this needs none."""
+    done = subprocess.run(
+        [sys.executable, "-c", GPU_SCRIPT], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.split("\n")[:3] == ["prefill-0 0", "decode-0 1,2", "decode-1 3,4"], (
+        done.stderr
+    )
 
 
 async def test_a_group_through_a_running_fleet(split_rollout: Rollout) -> None:

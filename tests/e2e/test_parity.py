@@ -82,20 +82,24 @@ async def test_bfloat16_on_natural_text_equals_colocated() -> None:
         assert sample.logprobs == pytest.approx(expected[prompt_id].logprobs, abs=0.15)
 
 
+@pytest.mark.parametrize("top_k", [0, 5])
 async def test_log_probabilities_are_of_the_distribution_sampled_from(
-    split_rollout: Rollout, tiny_model: Any
+    split_rollout: Rollout, tiny_model: Any, top_k: int
 ) -> None:
-    """Temperature included: compared with the model run by transformers."""
+    """Temperature and truncation included: compared with the model run by transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    sampling = SamplingParams(max_tokens=12, temperature=0.7, seed=3, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=12, temperature=0.7, top_k=top_k, seed=3, ignore_eos=True)
     found = await samples(split_rollout, tiny_prompts()[:5], sampling)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     for sample in found.values():
         ids = torch.tensor([[*sample.prompt_token_ids, *sample.token_ids]])
         with torch.no_grad():
             logits = model(ids).logits[0, len(sample.prompt_token_ids) - 1 : -1]
+        if top_k:
+            lowest = logits.topk(top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < lowest, float("-inf"))
         expected = torch.log_softmax(logits / 0.7, dim=-1)
         chosen = expected.gather(1, torch.tensor(sample.token_ids)[:, None])[:, 0]
         assert sample.logprobs == pytest.approx(chosen.tolist(), abs=1e-3)

@@ -18,10 +18,12 @@ def arguments(*overrides: str, gpus: int = 0) -> dict[str, EngineArguments]:
     config = load_config(overrides=overrides)
     node = Node("n", "10.0.0.1", tuple(range(gpus)), (0, 1, 2, 3))
     backend = make_backend("nixl") if config.disaggregation.enabled else None
-    return {
-        spec.name: engine_arguments(config, FACTS, spec, backend, f"id-{spec.name}")
-        for spec in place(config, [node])
-    }
+    lease_s = config.disaggregation.kv_lease_s
+    found = {}
+    for spec in place(config, [node]):
+        transfer = backend and backend.transfer(spec, engine_id=f"id-{spec.name}", lease_s=lease_s)
+        found[spec.name] = engine_arguments(config, FACTS, spec, transfer)
+    return found
 
 
 def test_every_argument_is_one_that_vllm_knows() -> None:

@@ -154,6 +154,21 @@ def test_bad_input_exits_with_2_before_ray_starts(
     assert not (tmp_path / "o").exists()
 
 
+def test_devices_that_this_machine_lacks_are_told_before_ray_starts(
+    capfd: pytest.CaptureFixture[str], tiny_model: Path
+) -> None:
+    overrides = [f"model={tiny_model}", "devices.kind=gpu", "disaggregation.decode_replicas=999"]
+    assert main(["check", "--set", *overrides]) == EXIT_BAD_INPUT
+    assert "1 prefill x 1 GPUs + 999 decode x 1 GPUs = 1000 GPUs" in capfd.readouterr().out
+    assert not ray_is_running()
+
+
+def ray_is_running() -> bool:
+    import ray
+
+    return bool(ray.is_initialized())
+
+
 @pytest.mark.parametrize("code", ["import splitroll", "from splitroll.cli import main"])
 def test_importing_loads_no_heavy_package(code: str) -> None:
     heavy = "{'ray', 'vllm', 'torch', 'nixl', 'transformers'} & set(sys.modules)"

@@ -99,6 +99,27 @@ async def test_a_retry_repeats_the_same_samples() -> None:
     assert [s.seed for s in again.samples] == [s.seed for s in expected.samples]
 
 
+async def test_no_request_id_is_used_twice_over_retries_and_turns() -> None:
+    async with simulated() as system:
+        used: list[str] = []
+        for name, engine in system.launcher.engines.items():
+            system.launcher.faults[name].fail_kv_loads = 2
+            decode, prefill = engine.decode, engine.prefill
+
+            def recording(call):  # type: ignore[no-untyped-def]
+                def record(request):  # type: ignore[no-untyped-def]
+                    used.append(request.request_id)
+                    return call(request)
+
+                return record
+
+            engine.decode, engine.prefill = recording(decode), recording(prefill)  # type: ignore[method-assign]
+        await run_all(system, 4)
+        await run_all(system, 4)
+        assert system.dispatcher.stats.retries >= 1
+        assert len(used) == len(set(used)) >= 40
+
+
 async def test_after_its_split_attempts_a_group_is_done_locally() -> None:
     async with simulated() as system:
         system.launcher.faults["prefill-0"].fail_prefills = 10

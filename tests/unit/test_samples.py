@@ -80,7 +80,9 @@ def test_a_finished_run_resumes_to_nothing_to_do(tmp_path: Path) -> None:
 
 
 def test_another_runs_file_is_not_resumed(tmp_path: Path) -> None:
-    opened(tmp_path / "s.jsonl", run="one").close()
+    first = opened(tmp_path / "s.jsonl", run="one")
+    first.write(group("a"))
+    first.close()
     with pytest.raises(ConfigError, match="another run"):
         opened(tmp_path / "s.jsonl", resume=True, run="two")
 
@@ -98,6 +100,11 @@ def test_a_file_in_the_way_is_kept_and_told(tmp_path: Path) -> None:
     assert path.read_text() == before
     fresh = opened(path, overwrite=True)
     assert fresh.done == {}
+
+
+def test_a_run_that_completed_nothing_leaves_nothing(tmp_path: Path) -> None:
+    opened(tmp_path / "s.jsonl").close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:

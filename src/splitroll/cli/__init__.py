@@ -109,7 +109,8 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML; without it, the defaults")
     parser.add_argument(
         "--set",
-        action="append",
+        action="extend",
+        nargs="+",
         default=[],
         dest="overrides",
         metavar="PATH=VALUE",

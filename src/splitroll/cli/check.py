@@ -53,7 +53,6 @@ def _engine(info: Any) -> dict[str, Any]:
         "block_size": info.block_size,
         "kv_tokens": info.num_blocks * info.block_size,
         "start_s": {phase: round(seconds, 2) for phase, seconds in info.start_s.items()},
-        "log": info.log_path,
     }
 
 

@@ -45,14 +45,14 @@ async def run(args: argparse.Namespace) -> int:
     resumed = len(plan.file.done)
     todo = [work for work in plan.works if work.prompt.id not in plan.file.done]
     display = Display(total_groups=len(todo))
-    if todo and not plan.file.is_finished:
-        with display.showing():
-            activity = await _generate(plan, todo, args.n, display, failed)
-        if not failed:
+    try:
+        if todo:
+            with display.showing():
+                activity = await _generate(plan, todo, args.n, display, failed)
+        if not failed and not plan.file.is_finished:
             plan.file.finish()
+    finally:
         plan.file.close()
-    elif not plan.file.is_finished:
-        plan.file.finish()
     summary = _summary(plan.file, failed, activity, time.monotonic() - begun, resumed)
     _report(args, display, summary, failed)
     return EXIT_FAILED if failed else 0

@@ -8,7 +8,6 @@ from typing import Any
 
 from splitroll.config.schema import Config
 from splitroll.engines.process import ENGINE_ENV
-from splitroll.handoff.backend import KvBackend
 from splitroll.model import ModelFacts
 from splitroll.placement import EngineSpec
 from splitroll.types import Role
@@ -37,6 +36,14 @@ _CPU_ENV = {
 
 
 @dataclass(frozen=True, slots=True)
+class KvTransfer:
+    """What the KV connector of one engine needs: vLLM's `kv_transfer_config`, and environment."""
+
+    config: Mapping[str, Any]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineArguments:
     """How to start one engine.
 
@@ -57,10 +64,9 @@ def engine_arguments(
     config: Config,
     facts: ModelFacts,
     spec: EngineSpec,
-    backend: KvBackend | None,
-    engine_id: str,
+    transfer: KvTransfer | None,
 ) -> EngineArguments:
-    """Return how to start the engine of a spec; `backend` is None in a colocated fleet."""
+    """Return how to start the engine of a spec; `transfer` is None in a colocated fleet."""
     on_cpu = not spec.gpus
     vllm: dict[str, Any] = {**_COMMON, **(_CPU if on_cpu else {})}
     if on_cpu:
@@ -69,18 +75,13 @@ def engine_arguments(
     vllm.update(config.engine)
     vllm.update(_role_section(config, spec.role))
     vllm.update(model=facts.path, tensor_parallel_size=spec.tensor_parallel_size)
-    if backend is not None:
-        vllm["kv_transfer_config"] = backend.engine_config(
-            role=spec.role,
-            engine_id=engine_id,
-            lease_s=config.disaggregation.kv_lease_s,
-            on_cpu=on_cpu,
-        )
+    if transfer is not None:
+        vllm["kv_transfer_config"] = transfer.config
     return EngineArguments(
         name=spec.name,
         role=spec.role,
         vllm=vllm,
-        env=_environment(spec, backend, on_cpu) | _compile_environment(vllm),
+        env=_environment(spec, transfer, on_cpu) | _compile_environment(vllm),
         cores=spec.cores,
     )
 
@@ -101,7 +102,7 @@ def _compile_environment(vllm: Mapping[str, Any]) -> dict[str, str]:
     return {"TORCHDYNAMO_DISABLE": "1"} if vllm.get("enforce_eager") else {}
 
 
-def _environment(spec: EngineSpec, backend: KvBackend | None, on_cpu: bool) -> dict[str, str]:
+def _environment(spec: EngineSpec, transfer: KvTransfer | None, on_cpu: bool) -> dict[str, str]:
     env = {
         ENGINE_ENV: spec.name,
         "VLLM_HOST_IP": spec.host,
@@ -117,6 +118,6 @@ def _environment(spec: EngineSpec, backend: KvBackend | None, on_cpu: bool) -> d
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
         # Exact devices come from the placement; Ray must not overwrite them.
         env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
-    if backend is not None:
-        env.update(backend.environment(host=spec.host))
+    if transfer is not None:
+        env.update(transfer.env)
     return env

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +46,7 @@ class EngineActor:
     def __init__(self, arguments: EngineArguments, log_path: str) -> None:
         self._arguments = arguments
         self._log_path = log_path
+        _keep_files_in(Path(log_path).parent)
         _log_to(Path(log_path))
         if arguments.cores:
             os.sched_setaffinity(0, arguments.cores)
@@ -110,16 +112,7 @@ class RayEngine(Engine):
         Raises:
             EngineStartError: with the engine's own error.
         """
-        options = {
-            "name": actor_name,
-            "namespace": NAMESPACE,
-            "num_cpus": 0,
-            "num_gpus": len(spec.gpus),
-            "max_restarts": 0,
-            "max_concurrency": _MAX_CONCURRENCY,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(spec.node_id, soft=False),
-            "runtime_env": {"env_vars": dict(arguments.env)},
-        }
+        options = actor_options(spec, actor_name, arguments)
         actor = ray.remote(EngineActor).options(**options).remote(arguments, str(log_path))
         engine = cls(spec.name, actor)
         try:
@@ -203,9 +196,29 @@ class RayEngine(Engine):
             raise EngineDied(self._name, _last_line(exc)) from exc
 
 
+def actor_options(spec: EngineSpec, actor_name: str, arguments: EngineArguments) -> dict[str, Any]:
+    """Return Ray's options that pin an engine's actor to its node and devices."""
+    return {
+        "name": actor_name,
+        "namespace": NAMESPACE,
+        "num_cpus": 0,
+        "num_gpus": len(spec.gpus),
+        "max_restarts": 0,
+        "max_concurrency": _MAX_CONCURRENCY,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(spec.node_id, soft=False),
+        "runtime_env": {"env_vars": dict(arguments.env)},
+    }
+
+
+def _keep_files_in(folder: Path) -> None:
+    """Make the fleet's own folder the place for all temporary files and IPC sockets of vLLM."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["TMPDIR"] = str(folder)
+    tempfile.tempdir = None  # read TMPDIR again
+
+
 def _log_to(path: Path) -> None:
     """Send this process's output, and that of its children, to the engine's own file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from splitroll.config.schema import Limits
 from splitroll.engines.protocol import Engine, EngineCounters
-from splitroll.errors import EngineDied, EngineStartError, FleetError, SplitrollError
+from splitroll.errors import EngineDied, EngineStartError, SplitrollError
 from splitroll.fleet.prove import PairProof
 from splitroll.placement import EngineSpec
 from splitroll.types import Role
@@ -218,7 +218,7 @@ class Fleet:
             try:
                 engine = await self._launch(member, member.generation)
                 await self._prove_new([engine], [engine, *self.ready()])
-            except FleetError as exc:
+            except Exception as exc:  # a wall: whatever it was, the next attempt may succeed
                 member.last_error = str(exc)
                 log.warning("restart %d of %s: %s", member.restarts, member.spec.name, exc)
                 await self._discard(member)
@@ -255,6 +255,8 @@ class Fleet:
             self.report_death(engine, exc.cause)
         except TimeoutError:
             self.report_death(engine, f"it answered no health check for {limit_s:g} s")
+        except Exception as exc:  # a wall: supervision goes on whatever an engine answers
+            self.report_death(engine, f"its health check failed: {type(exc).__name__}: {exc}")
 
     async def _read_counters(self, member: Member) -> None:
         if member.engine is None or member.state is not MemberState.READY:

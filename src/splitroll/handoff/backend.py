@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
+from splitroll.engines.arguments import KvTransfer
 from splitroll.engines.protocol import KvParams
-from splitroll.types import Role
+from splitroll.placement import EngineSpec
 
 
 class KvBackend(Protocol):
@@ -14,14 +15,8 @@ class KvBackend(Protocol):
 
     name: str
 
-    def engine_config(
-        self, *, role: Role, engine_id: str, lease_s: float, on_cpu: bool
-    ) -> Mapping[str, Any]:
-        """Return vLLM's `kv_transfer_config` for an engine."""
-        ...
-
-    def environment(self, *, host: str) -> Mapping[str, str]:
-        """Return the environment that the connector reads; `host` is what peers reach."""
+    def transfer(self, spec: EngineSpec, *, engine_id: str, lease_s: float) -> KvTransfer:
+        """Return what the connector needs to run in an engine; peers reach it at `spec.host`."""
         ...
 
     def prefill_params(self) -> KvParams:

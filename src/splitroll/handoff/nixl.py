@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from splitroll.engines.arguments import KvTransfer
 from splitroll.engines.protocol import KvParams
+from splitroll.placement import EngineSpec
 from splitroll.types import Role
 
 _HANDLE_KEYS = (
@@ -24,24 +25,23 @@ class NixlBackend:
 
     name = "nixl"
 
-    def engine_config(
-        self, *, role: Role, engine_id: str, lease_s: float, on_cpu: bool
-    ) -> Mapping[str, Any]:
+    def transfer(self, spec: EngineSpec, *, engine_id: str, lease_s: float) -> KvTransfer:
         config: dict[str, Any] = {
             "kv_connector": "NixlConnector",
-            "kv_role": "kv_producer" if role is Role.PREFILL else "kv_consumer",
+            "kv_role": "kv_producer" if spec.role is Role.PREFILL else "kv_consumer",
             "engine_id": engine_id,
             # An engine that cannot load KV says so; it must never recompute unnoticed.
             "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": {"kv_lease_duration": int(lease_s)},
         }
-        if on_cpu:
+        if not spec.gpus:
             config["kv_buffer_device"] = "cpu"
-        return config
-
-    def environment(self, *, host: str) -> Mapping[str, str]:
-        # Port 0: the process that binds the side channel chooses it (engines/process.py).
-        return {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": "0"}
+        env = {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": spec.host,
+            # 0: the process that binds the side channel chooses it (engines/process.py).
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": "0",
+        }
+        return KvTransfer(config, env)
 
     def prefill_params(self) -> KvParams:
         return {
