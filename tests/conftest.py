@@ -84,7 +84,7 @@ async def simulated(
             "limits.sample_timeout_s=5.0",
             "limits.recovery_timeout_s=2.0",
             "disaggregation.handoff_timeout_s=1.0",
-            "disaggregation.kv_lease_s=3.0",
+            "disaggregation.kv_lease_s=3",
             *overrides,
         ]
     )

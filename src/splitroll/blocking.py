@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -16,6 +17,9 @@ from splitroll.rollout import Activity, OnError, Rollout
 from splitroll.types import FailedGroup, Group, SamplingParams
 
 T = TypeVar("T")
+
+_CANCEL_TIMEOUT_S = 60.0
+"""How long an interrupted call may take to end on its loop: closing engines takes seconds."""
 
 
 class BlockingRollout:
@@ -87,18 +91,39 @@ class BlockingRollout:
         return self._rollout
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run work on the loop and wait for it; interrupted, end it there before going on."""
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        started: concurrent.futures.Future[asyncio.Task[T]] = concurrent.futures.Future()
+
+        def start() -> None:
+            task = self._loop.create_task(work)
+            task.add_done_callback(lambda task: _hand_over(task, outcome))
+            started.set_result(task)
+
+        self._loop.call_soon_threadsafe(start)
         try:
-            return future.result()
+            return outcome.result()
         except BaseException:
-            future.cancel()
+            if not outcome.done():
+                self._loop.call_soon_threadsafe(started.result().cancel)
+                concurrent.futures.wait([outcome], timeout=_CANCEL_TIMEOUT_S)
             raise
 
     def _stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
         self._rollout = None
+
+
+def _hand_over(task: asyncio.Task[T], outcome: concurrent.futures.Future[T]) -> None:
+    if task.cancelled():
+        outcome.set_exception(concurrent.futures.CancelledError())
+    elif (error := task.exception()) is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(task.result())
 
 
 async def _next(stream: AsyncIterator[T]) -> T | None:

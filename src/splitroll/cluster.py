@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node  # ray 2.60 has no public one
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from splitroll.config.schema import Config
@@ -91,26 +93,35 @@ async def take_inventory(wants_gpus: bool) -> list[Node]:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     head = ray.get_runtime_context().get_node_id()
     nodes.sort(key=lambda node: (node["NodeID"] != head, node["NodeManagerAddress"]))
-    asks = [_ask_node(node, wants_gpus) for node in nodes]
+    free = available_resources_per_node()
+    asks = [
+        _ask_node(node, int(free.get(node["NodeID"], {}).get("GPU", 0)) if wants_gpus else 0)
+        for node in nodes
+    ]
     try:
         async with asyncio.timeout(_INVENTORY_TIMEOUT_S):
             return list(await asyncio.gather(*asks))
-    except TimeoutError as exc:
+    except (TimeoutError, RayError) as exc:
         addresses = ", ".join(node["NodeManagerAddress"] for node in nodes)
         raise FleetError(
-            f"no inventory from all of {addresses} in {_INVENTORY_TIMEOUT_S:g} s; are their GPUs "
-            "taken by another job?"
+            f"no inventory from all of {addresses} in {_INVENTORY_TIMEOUT_S:g} s: "
+            f"{str(exc) or 'were their GPUs taken by another job meanwhile?'}"
         ) from exc
 
 
-async def _ask_node(node: dict[str, Any], wants_gpus: bool) -> Node:
-    gpus = int(node["Resources"].get("GPU", 0)) if wants_gpus else 0
+async def _ask_node(node: dict[str, Any], gpus: int) -> Node:
+    """Ask a node, holding its free GPUs for a moment: Ray says which ones they are."""
     options = {
         "num_cpus": 0,
         "num_gpus": gpus,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
     }
-    cores, gpu_ids = await ray.remote(_describe_node).options(**options).remote()
+    ask = ray.remote(_describe_node).options(**options).remote()
+    try:
+        cores, gpu_ids = await ask
+    except asyncio.CancelledError:
+        ray.cancel(ask)
+        raise
     return Node(
         id=node["NodeID"],
         address=node["NodeManagerAddress"],
@@ -119,10 +130,10 @@ async def _ask_node(node: dict[str, Any], wants_gpus: bool) -> Node:
     )
 
 
-def _describe_node() -> tuple[set[int], list[int]]:
+def _describe_node() -> tuple[set[int], list[str]]:
     """Runs on the node: the cores that it lets us use, and the GPUs that Ray granted."""
     granted = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-    return os.sched_getaffinity(0), [int(gpu) for gpu in granted]
+    return os.sched_getaffinity(0), [str(gpu) for gpu in granted]
 
 
 class RayLauncher:

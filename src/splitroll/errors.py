@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class ProofError(FleetError):
         proofs: what was seen of every pair (`splitroll.fleet.prove.PairProof`).
     """
 
-    def __init__(self, message: str, proofs: Sequence[object] = ()) -> None:
+    def __init__(self, message: str, proofs: Sequence[Any] = ()) -> None:
         self.proofs = tuple(proofs)
         super().__init__(message)
 

@@ -131,10 +131,20 @@ def _facts(name: str, path: str, config: Mapping[str, Any]) -> ModelFacts:
             path=path,
             num_attention_heads=heads,
             num_kv_heads=int(text.get("num_key_value_heads") or heads),
-            max_model_len=int(text["max_position_embeddings"]),
+            max_model_len=_max_model_len(text),
         )
     except KeyError as exc:
         raise _no_model(name, f"a config.json without {exc}") from exc
+
+
+def _max_model_len(config: Mapping[str, Any]) -> int:
+    """Return the longest sequence, stretched by rope scaling where the model has it."""
+    length = int(config["max_position_embeddings"])
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    original = scaling.get("original_max_position_embeddings")
+    if original and scaling.get("factor"):
+        return max(length, int(original * scaling["factor"]))
+    return length
 
 
 def _no_model(name: str, found: str) -> ConfigError:

@@ -20,13 +20,13 @@ class Node:
     Attributes:
         id: Ray's node id.
         address: the address that other nodes reach it by.
-        gpus: ids of the free GPUs.
+        gpus: ids of the free GPUs, as CUDA_VISIBLE_DEVICES takes them.
         cores: ids of the CPU cores that our processes may use.
     """
 
     id: str
     address: str
-    gpus: tuple[int, ...]
+    gpus: tuple[str, ...]
     cores: tuple[int, ...]
 
 
@@ -46,7 +46,7 @@ class EngineSpec:
     node_id: str
     host: str
     tensor_parallel_size: int
-    gpus: tuple[int, ...]
+    gpus: tuple[str, ...]
     cores: tuple[int, ...]
     threads: int
 
@@ -67,12 +67,20 @@ class _Want:
 def this_node() -> Node:
     """Return what this machine has, without asking Ray, to check a configuration early."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = [int(path.name.removeprefix("nvidia")) for path in Path("/dev").glob("nvidia[0-9]*")]
+    gpus = sorted(path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
     if visible is not None:
-        gpus = gpus[: len([part for part in visible.split(",") if part.strip()])]
-    return Node(
-        "local", "this machine", tuple(sorted(gpus)), tuple(sorted(os.sched_getaffinity(0)))
-    )
+        gpus = [part.strip() for part in visible.split(",") if part.strip()]
+    return Node("local", "this machine", tuple(gpus), tuple(sorted(os.sched_getaffinity(0))))
+
+
+def check_devices(config: Config) -> None:
+    """Check that a fleet on this machine alone has the devices that it asks for.
+
+    Raises:
+        ConfigError: see `place`. A cluster's devices are known, and checked, when it is joined.
+    """
+    if config.ray.address is None:
+        place(config, [this_node()])
 
 
 def engine_name(role: Role, index: int) -> str:
@@ -183,7 +191,7 @@ def _spec(
     index: int,
     node: Node,
     *,
-    gpus: tuple[int, ...],
+    gpus: tuple[str, ...],
     cores: tuple[int, ...],
     threads: int,
 ) -> EngineSpec:

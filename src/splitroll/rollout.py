@@ -16,14 +16,14 @@ from splitroll.config import Config, load_checked
 from splitroll.config.rules import max_model_len
 from splitroll.dispatch.dispatcher import Dispatcher, GroupWork
 from splitroll.engines.protocol import Engine
-from splitroll.errors import InvalidRequest, Problem, SplitrollError
+from splitroll.errors import InvalidRequest, Problem
 from splitroll.fleet.fleet import Fleet, Launcher, Prover
 from splitroll.fleet.prove import PairProof, proof_prompt, prove_pairs
 from splitroll.handoff.backend import make_backend
 from splitroll.handoff.cleanup import Cleanup
 from splitroll.handoff.legs import Handoff, LegLimits
 from splitroll.model import ModelFacts
-from splitroll.placement import EngineSpec, place, this_node
+from splitroll.placement import EngineSpec, check_devices, place
 from splitroll.prompts import PromptLike, Tokenizer, read_prompt
 from splitroll.types import FailedGroup, Group, Prompt, Role, SamplingParams, derive_seed
 
@@ -108,8 +108,7 @@ class Rollout:
             ProofError: a pair does not hand off KV.
         """
         config, facts = load_checked(config, overrides)
-        if config.ray.address is None:
-            place(config, [this_node()])  # what cannot fit is told before Ray starts
+        check_devices(config)
         # Imported late: Ray takes a second, and a wrong configuration should be told at once.
         from splitroll.cluster import RayLauncher, open_cluster, take_inventory
 
@@ -136,7 +135,7 @@ class Rollout:
         Args:
             prompts: texts, lists of token ids, chat messages, `Prompt`s, or mappings with one of
                 "prompt", "messages", "prompt_token_ids" and, optionally, "id". Without ids,
-                prompts are numbered "0", "1", ....
+                prompts are numbered "0", "1", .... All are read before the first is generated.
             n: samples per prompt, each with a seed of its own.
             sampling: how to sample; the defaults if None.
             on_error: "raise" ends everything at the first group that cannot be completed;
@@ -209,7 +208,7 @@ class Rollout:
     async def _run(self, work: GroupWork, on_error: OnError) -> Group | FailedGroup:
         try:
             return await self._dispatcher.run(work)
-        except SplitrollError as exc:
+        except Exception as exc:  # a wall: one group's fault must not end the others
             if on_error == "raise":
                 raise
             return FailedGroup(work.prompt, exc)
@@ -283,7 +282,8 @@ async def open_fleet(
         async def prove(prefills: Sequence[Engine], decodes: Sequence[Engine]) -> list[PairProof]:
             if not prefills or not decodes:
                 return []
-            prompt = proof_prompt(_VOCAB_FOR_PROOF, decodes[0].info.block_size)
+            info = decodes[0].info
+            prompt = proof_prompt(_VOCAB_FOR_PROOF, info.block_size, info.max_model_len)
             return await prove_pairs(handoffs[0], prefills, decodes, prompt)
 
         return prove
@@ -292,7 +292,7 @@ async def open_fleet(
         try:
             yield fleet, handoffs[0]
         finally:
-            await cleanup.drain()
+            await cleanup.close()
 
 
 def _make_handoff(

@@ -1,12 +1,13 @@
 """The samples file: one JSON object per sample and line, complete or absent under its name.
 
-While a run goes on, complete groups stand in `NAME.partial`, next to `NAME.partial.run`, which says
-what run they belong to. When the last group is in, `NAME.partial` is renamed to `NAME`.
+While a run goes on, complete groups stand in `NAME.partial`; when the last one is in, it is renamed
+to `NAME`. `NAME.run` says what run they belong to, and is locked by the process that writes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -42,31 +43,29 @@ class SampleFile:
         self.path = path
         self.done: dict[str, list[Mapping[str, Any]]] = {}
         self._partial = path.with_name(path.name + ".partial")
-        self._run = path.with_name(path.name + ".partial.run")
+        self._run = path.with_name(path.name + ".run")
         self._fingerprint = fingerprint
         self._n = n
         self._file: Any = None
+        self._lock: Any = None
 
     def open(self, *, resume: bool, overwrite: bool) -> None:
         """Begin, or go on where an earlier run ended.
 
         Raises:
-            ConfigError: when a file is in the way, or belongs to another run.
+            ConfigError: when a file is in the way, belongs to another run, or another process is
+                writing it.
         """
         with self._telling_io_errors():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists() and not overwrite and not resume:
-                raise self._in_the_way(self.path, "a finished file", "--overwrite")
-            if self._partial.exists() and not overwrite and not resume:
-                raise self._in_the_way(
-                    self._partial, "an unfinished run", "--resume or --overwrite"
-                )
-            if resume and self.path.exists():
-                self._read_finished()
-                return
-            if resume and self._partial.exists():
-                self._read_partial()
-            self._begin()
+            if not overwrite and not resume:
+                self._refuse_what_is_in_the_way()
+            self._take_lock()
+            try:
+                self._begin(resume=resume)
+            except BaseException:
+                self._lock.close()
+                raise
 
     @property
     def is_finished(self) -> bool:
@@ -87,20 +86,45 @@ class SampleFile:
         self._file.close()
         self._file = None
         os.replace(self._partial, self.path)
-        self._run.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Leave an unfinished file as it is, to be resumed."""
-        if self._file is None:
-            return
-        self._file.close()
-        if not self.done:  # nothing to resume: leave nothing in the way of the next run
-            self._partial.unlink(missing_ok=True)
-            self._run.unlink(missing_ok=True)
+        """Leave an unfinished file as it is, to be resumed; one without a group is removed."""
+        if self._file is not None:
+            self._file.close()
+            if not self.done:
+                self._partial.unlink(missing_ok=True)
+                self._run.unlink(missing_ok=True)
+        self._lock.close()
 
-    def _begin(self) -> None:
-        """Write the groups kept so far into a fresh partial file, whole lines only."""
-        self._run.write_text(self._fingerprint + "\n")
+    def _refuse_what_is_in_the_way(self) -> None:
+        if self.path.exists():
+            raise self._problem(f"{self.path}: a finished file", "use --overwrite")
+        if self._partial.exists():
+            found = f"{self._partial}: an unfinished run"
+            raise self._problem(found, "use --resume or --overwrite")
+
+    def _take_lock(self) -> None:
+        self._lock = self._run.open("a+")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            self._lock.close()
+            found = f"{self.path}, which another process is writing"
+            raise self._problem(found, "wait for it, or choose another name") from exc
+
+    def _begin(self, *, resume: bool) -> None:
+        """Write the groups to keep into a fresh partial file, whole lines only."""
+        before = self.path if self.path.exists() else self._partial
+        if resume and before.exists():
+            self._refuse_another_run(before)
+            self.done = self._read_groups(before)
+            if before is self.path:
+                return
+        else:
+            self._partial.unlink(missing_ok=True)  # before its run's fingerprint goes
+        self._lock.truncate(0)
+        self._lock.write(self._fingerprint)
+        self._lock.flush()
         staged = self._partial.with_name(self._partial.name + ".new")
         with staged.open("w", encoding="utf-8") as file:
             for rows in self.done.values():
@@ -108,23 +132,20 @@ class SampleFile:
         os.replace(staged, self._partial)
         self._file = self._partial.open("a", encoding="utf-8")
 
-    def _read_finished(self) -> None:
-        self.done = self._read_groups(self.path)
-
-    def _read_partial(self) -> None:
-        found = self._run.read_text().strip() if self._run.exists() else "no run"
-        if found != self._fingerprint:
-            raise ConfigError(
-                [
-                    Problem(
-                        "--resume",
-                        f"{self._partial} of another run",
-                        "the same model, prompts, n, seed and sampling",
-                        "repeat the first call's arguments, or use --overwrite",
-                    )
-                ]
-            )
-        self.done = self._read_groups(self._partial)
+    def _refuse_another_run(self, path: Path) -> None:
+        self._lock.seek(0)
+        if self._lock.read().strip() == self._fingerprint:
+            return
+        raise ConfigError(
+            [
+                Problem(
+                    "--resume",
+                    f"{path} of another run",
+                    "the same model, prompts, n, seed and sampling",
+                    "repeat the first call's arguments, or use --overwrite",
+                )
+            ]
+        )
 
     def _read_groups(self, path: Path) -> dict[str, list[Mapping[str, Any]]]:
         """Return the groups that have all their samples; a torn last line is left out."""
@@ -139,9 +160,8 @@ class SampleFile:
             if len(rows) == self._n
         }
 
-    def _in_the_way(self, path: Path, what: str, flags: str) -> ConfigError:
-        problem = Problem("--out", f"{path}: {what}", "a name that is free", f"use {flags}")
-        return ConfigError([problem])
+    def _problem(self, found: str, hint: str) -> ConfigError:
+        return ConfigError([Problem("--out", found, "a name that is free", hint)])
 
     @contextlib.contextmanager
     def _telling_io_errors(self) -> Any:

@@ -56,11 +56,16 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):
+        for name, kind in (("stop", str), ("stop_token_ids", int)):
             value: Any = getattr(self, name)
             if not isinstance(value, Sequence) or isinstance(value, str):
                 raise InvalidRequest(
                     [Problem(f"sampling.{name}", repr(value), "a list", "write a list")]
+                )
+            if not all(type(item) is kind for item in value):
+                allowed = f"a list of {kind.__name__}"
+                raise InvalidRequest(
+                    [Problem(f"sampling.{name}", repr(value), allowed, "correct it")]
                 )
             object.__setattr__(self, name, tuple(value))
         problems = [problem for rule in _SAMPLING_RULES if (problem := rule(self)) is not None]

@@ -97,7 +97,7 @@ def test_an_interrupted_rollout_resumes_to_the_same_file(
     assert summary["samples"] == 48
     assert summary["resumed"] == kept // 4
     assert sum(engine["decodes"] for engine in summary["engines"]) == 48 - kept
-    assert sorted(os.listdir(tmp_path)) == ["c.yaml", "p.jsonl", "s.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["c.yaml", "p.jsonl", "s.jsonl", "s.jsonl.run"]
 
 
 def test_check_reports_every_pair(tiny_config: dict[str, Any], tmp_path: Path) -> None:

@@ -78,9 +78,7 @@ async def test_pd_that_is_silently_off_is_found_at_the_start(
 
     monkeypatch.setattr(NixlBackend, "decode_params", lambda self, handle: {})
     with pytest.raises(ProofError, match="PD is silently off"):
-        async with Rollout.open(
-            tiny_config, overrides=[ONE_EACH, "disaggregation.kv_lease_s=61.0"]
-        ):
+        async with Rollout.open(tiny_config, overrides=[ONE_EACH, "disaggregation.kv_lease_s=61"]):
             pytest.fail("the fleet must not open")
 
 

@@ -16,7 +16,7 @@ FACTS = ModelFacts("m", "/models/m", 8, 4, 2048)
 
 def arguments(*overrides: str, gpus: int = 0) -> dict[str, EngineArguments]:
     config = load_config(overrides=overrides)
-    node = Node("n", "10.0.0.1", tuple(range(gpus)), (0, 1, 2, 3))
+    node = Node("n", "10.0.0.1", tuple(map(str, range(gpus))), (0, 1, 2, 3))
     backend = make_backend("nixl") if config.disaggregation.enabled else None
     lease_s = config.disaggregation.kv_lease_s
     found = {}
@@ -68,7 +68,7 @@ def test_a_roles_own_argument_wins_over_the_common_one() -> None:
 
 
 def test_every_engine_has_its_own_connector_id_and_lets_the_binder_choose_the_port() -> None:
-    found = arguments("disaggregation.kv_lease_s=90.0")
+    found = arguments("disaggregation.kv_lease_s=90")
     ids = {one.vllm["kv_transfer_config"]["engine_id"] for one in found.values()}
     assert ids == {"id-prefill-0", "id-decode-0", "id-decode-1"}
     for one in found.values():

@@ -78,7 +78,7 @@ def test_engine_arguments_that_splitroll_owns_are_refused_with_what_to_do(name: 
 
 
 def test_lease_must_outlive_the_handoff() -> None:
-    found = problems("disaggregation.kv_lease_s=10.0", "disaggregation.handoff_timeout_s=10.0")
+    found = problems("disaggregation.kv_lease_s=10", "disaggregation.handoff_timeout_s=10.0")
     assert "disaggregation.kv_lease_s" in found
 
 
@@ -137,6 +137,32 @@ def test_a_file_that_is_no_configuration_is_told(tmp_path: Path, text: str, foun
 def test_a_missing_file_is_told() -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_config("no-such-file.yaml")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "engine={1: 2}",
+        "disaggregation.kv_lease_s=0",
+        "disaggregation.kv_lease_s=1.5",
+        "limits.start_timeout_s=.inf",
+        "engine.max_model_len=8",
+        "engine.max_logprobs=0",
+        "engine.decode_context_parallel_size=2",
+    ],
+)
+def test_what_would_fail_only_later_is_refused(override: str) -> None:
+    assert problems(override)
+
+
+def test_tensor_parallel_sizes_must_divide_each_other() -> None:
+    facts = ModelFacts("m", "m", num_attention_heads=6, num_kv_heads=6, max_model_len=2048)
+    overrides = [
+        "disaggregation.prefill.tensor_parallel_size=2",
+        "disaggregation.decode.tensor_parallel_size=3",
+    ]
+    with pytest.raises(ConfigError, match="one divides the other"):
+        check_config(load_config(overrides=overrides), facts)
 
 
 @pytest.mark.parametrize("override", ["engine", "=3", "model.x=1", "a.=2"])

@@ -149,6 +149,17 @@ async def test_a_request_at_fault_is_refused_and_trips_no_engine() -> None:
         await assert_idle(system)
 
 
+@pytest.mark.parametrize("overrides", [(), ("disaggregation.enabled=false",)])
+async def test_a_fleet_that_is_only_slow_fails_no_group(overrides: tuple[str, ...]) -> None:
+    """Decode KV for about one group at a time: the others wait longer than a handoff may take."""
+    slow = LatencyModel(step_s=0.03)
+    options = ("disaggregation.decode_replicas=1", "colocated.replicas=1", *overrides)
+    async with simulated(*options, latency=slow, num_blocks=24) as system:
+        groups = await run_all(system, 6, max_tokens=30)
+        assert [len(group.samples) for group in groups] == [4] * 6
+        await assert_idle(system)
+
+
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 async def test_a_killed_engine_costs_no_sample_and_comes_back(victim: str) -> None:
     async with simulated(latency=SLOW) as system:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -113,6 +114,58 @@ async def test_one_death_reported_by_many_is_one_restart() -> None:
         assert system.fleet.members["decode-0"].state is MemberState.READY
 
 
+async def test_two_engines_that_come_back_together_prove_their_own_pair() -> None:
+    async with simulated() as system:
+        prove, proven = system.fleet._prove, []
+        assert prove is not None
+
+        async def recording(prefills, decodes):  # type: ignore[no-untyped-def]
+            proofs = await prove(prefills, decodes)
+            proven.extend((p.prefill, p.decode) for p in proofs)
+            return proofs
+
+        system.fleet._prove = recording
+        for name in ("prefill-0", "decode-0"):
+            system.launcher.engines[name].kill()
+        await wait_for_state(system, "prefill-0", MemberState.RESTARTING)
+        await wait_for_state(system, "prefill-0", MemberState.READY)
+        await wait_for_state(system, "decode-0", MemberState.READY)
+        assert ("prefill-0", "decode-0") in proven
+
+
+async def test_a_proof_that_a_busy_partner_had_no_time_for_is_repeated() -> None:
+    async with simulated() as system:
+        prove, calls = system.fleet._prove, []
+        assert prove is not None
+
+        async def busy_once(prefills, decodes):  # type: ignore[no-untyped-def]
+            proofs = await prove(prefills, decodes)
+            calls.append(1)
+            if len(calls) == 1:
+                late = dataclasses.replace(proofs[0], problem="no time", inconclusive=True)
+                raise ProofError("no time", [late])
+            return proofs
+
+        system.fleet._prove = busy_once
+        system.launcher.engines["decode-0"].kill()
+        await wait_for_state(system, "decode-0", MemberState.RESTARTING)
+        await wait_for_state(system, "decode-0", MemberState.READY)
+        assert len(calls) == 2
+        assert system.fleet.members["decode-0"].restarts == 1
+
+
+async def test_a_listener_that_fails_stops_no_recovery() -> None:
+    async with simulated() as system:
+
+        def fails() -> None:
+            raise ValueError
+
+        system.fleet.on_change(fails)
+        system.launcher.engines["decode-0"].kill()
+        await wait_for_state(system, "decode-0", MemberState.RESTARTING)
+        await wait_for_state(system, "decode-0", MemberState.READY)
+
+
 async def test_counters_leave_proofs_out_and_survive_a_restart() -> None:
     async with simulated() as system:
         counters = await system.fleet.counters()
@@ -129,8 +182,6 @@ async def test_closing_ends_every_engine() -> None:
     ("name", "value"), [("block_size", 64), ("dtype", "bfloat16"), ("kv_dtype", "fp8")]
 )
 def test_engines_that_differ_in_what_kv_means_are_not_paired(name: str, value: object) -> None:
-    import dataclasses
-
     info = SimulatedEngine("a", Role.PREFILL, Fabric(), engine_id="a").info
     other = dataclasses.replace(info, **{name: value})
     assert compare_engines(info, info) is None

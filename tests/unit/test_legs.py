@@ -139,6 +139,34 @@ async def test_a_decode_that_computes_the_prompt_again_is_counted() -> None:
         assert result.recomputed_tokens == len(PROMPT) - 1
 
 
+async def test_siblings_that_compute_the_prompt_again_are_counted_too() -> None:
+    async with pair() as p:
+        p.decode.faults.forget_prefixes = True
+        handle = await p.handoff.prefill(p.prefill, "x", PROMPT)
+        result = await p.handoff.decode(p.decode, handle, requests(4), weight_version=0)
+        assert result.handed_off
+        assert result.recomputed_tokens == 3 * (len(PROMPT) // 32 * 32)
+
+
+async def test_a_leg_cancelled_before_it_begins_gives_its_handle_back() -> None:
+    async with pair() as p:
+        handle = await p.handoff.prefill(p.prefill, "x", PROMPT)
+        settled: list[bool] = []
+        handle.when_settled(lambda: settled.append(True))
+        leg = asyncio.create_task(p.handoff.decode(p.decode, handle, requests(3), weight_version=0))
+        await asyncio.sleep(0)
+        leg.cancel()
+        await asyncio.gather(leg, return_exceptions=True)
+        assert await p.held() == (0, 0)
+        assert settled == [True]
+
+
+async def test_without_a_handle_a_leader_may_queue_longer_than_a_handoff_may_take() -> None:
+    async with pair(LatencyModel(prefill_token_s=0.01)) as p:
+        result = await p.handoff.decode(p.decode, None, requests(2), weight_version=0)
+        assert result.errors == []
+
+
 async def test_a_slow_prefill_times_out_and_frees_its_blocks() -> None:
     async with pair(LatencyModel(prefill_token_s=0.02)) as p:
         with pytest.raises(LegTimeout):

@@ -14,7 +14,7 @@ from splitroll.types import Role
 
 def nodes(*gpus: int, cores: int = 0) -> list[Node]:
     return [
-        Node(f"n{i}", f"10.0.0.{i}", tuple(range(count)), tuple(range(cores)))
+        Node(f"n{i}", f"10.0.0.{i}", tuple(map(str, range(count))), tuple(range(cores)))
         for i, count in enumerate(gpus)
     ]
 
@@ -30,9 +30,9 @@ def test_gpus_go_to_prefill_first_then_decode_in_order() -> None:
         "disaggregation.decode.tensor_parallel_size=3",
     )
     assert [(s.name, s.gpus) for s in specs] == [
-        ("prefill-0", (0, 1)),
-        ("decode-0", (2, 3, 4)),
-        ("decode-1", (5, 6, 7)),
+        ("prefill-0", ("0", "1")),
+        ("decode-0", ("2", "3", "4")),
+        ("decode-1", ("5", "6", "7")),
     ]
 
 
@@ -112,4 +112,4 @@ def test_no_device_is_given_twice_and_every_engine_gets_its_own_number(
     assert len(given_out) == len(set(given_out))
     for spec in specs:
         assert len(spec.gpus) == (prefill_tp if spec.role is Role.PREFILL else decode_tp)
-        assert max(spec.gpus) < gpus[int(spec.node_id[1:])]
+        assert max(map(int, spec.gpus)) < gpus[int(spec.node_id[1:])]

@@ -49,7 +49,7 @@ def test_the_name_appears_only_when_the_run_is_complete(tmp_path: Path) -> None:
     file.finish()
     rows = [json.loads(line) for line in path.read_text().split("\n") if line]
     assert [(row["id"], row["sample"]) for row in rows] == [("a", 0), ("a", 1)]
-    assert [p.name for p in path.parent.iterdir()] == ["s.jsonl"]
+    assert sorted(p.name for p in path.parent.iterdir()) == ["s.jsonl", "s.jsonl.run"]
 
 
 def test_a_run_is_resumed_with_its_complete_groups_only(tmp_path: Path) -> None:
@@ -74,9 +74,24 @@ def test_a_finished_run_resumes_to_nothing_to_do(tmp_path: Path) -> None:
     file = opened(path)
     file.write(group("a"))
     file.finish()
+    file.close()
     again = opened(path, resume=True)
     assert again.is_finished
     assert set(again.done) == {"a"}
+    again.close()
+    with pytest.raises(ConfigError, match="another run"):
+        opened(path, resume=True, run="two")
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    file = opened(path)
+    file.write(group("a"))
+    for flags in ({"resume": True}, {"overwrite": True}):
+        with pytest.raises(ConfigError, match="another process is writing"):
+            opened(path, **flags)
+    file.finish()
+    assert len(path.read_text().splitlines()) == 2
 
 
 def test_another_runs_file_is_not_resumed(tmp_path: Path) -> None:
@@ -94,6 +109,7 @@ def test_a_file_in_the_way_is_kept_and_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--resume"):
         opened(path)
     file.finish()
+    file.close()
     before = path.read_text()
     with pytest.raises(ConfigError, match="--overwrite"):
         opened(path)

@@ -32,6 +32,8 @@ from splitroll.types import Route, RouteKind, Sample, SamplingParams, Timing, de
         ("seed", -1),
         ("stop", "a string"),
         ("stop_token_ids", 3),
+        ("stop", [1]),
+        ("stop_token_ids", ["a"]),
     ],
 )
 def test_a_parameter_out_of_range_is_named(name: str, value: object) -> None:

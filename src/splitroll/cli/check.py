@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from splitroll.cli import EXIT_BAD_INPUT, EXIT_FAILED
@@ -77,7 +78,9 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     elif report["ok"]:
         console.print("colocated: no KV is handed off")
     if report["problem"]:
-        console.print(f"[red]not working:[/] {report['problem']}", markup=True)
+        console.print(
+            f"not working: {report['problem']}", style="red", markup=False, soft_wrap=True
+        )
     else:
         console.print("[green]all engines and all pairs work[/]")
 
@@ -87,7 +90,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -
     for column in columns:
         table.add_column(column.replace("_", " "))
     for row in rows:
-        table.add_row(*(_cell(row[column]) for column in columns))
+        table.add_row(*(escape(_cell(row[column])) for column in columns))
     return table
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -52,23 +53,25 @@ class Display:
             before = self._states.get(member.spec.name, MemberState.STARTING)
             if member.state is not before:
                 style = _STYLE[member.state]
-                why = f": {member.last_error}" if member.state is not MemberState.READY else ""
+                down = member.state is not MemberState.READY
+                why = f": {escape(str(member.last_error))}" if down else ""
                 self.console.print(f"[{style}]{member.spec.name} {member.state.value}[/]{why}")
             self._states[member.spec.name] = member.state
 
     def group_done(self) -> None:
         self._progress.update(self._groups, advance=1, visible=True)
 
-    def say(self, text: str) -> None:
-        self.console.print(text)
+    def say(self, text: str, style: str | None = None) -> None:
+        """Print a line; it is text, never markup."""
+        self.console.print(text, style=style, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
-def timed(say: Callable[[str], None], what: str) -> Iterator[None]:
+def timed(display: Display, what: str) -> Iterator[None]:
     """Say how long something took."""
     begun = time.monotonic()
     yield
-    say(f"[dim]{what}: {time.monotonic() - begun:.1f} s[/]")
+    display.say(f"{what}: {time.monotonic() - begun:.1f} s", style="dim")
 
 
 def summary_tables(summary: Mapping[str, Any]) -> list[Table]:

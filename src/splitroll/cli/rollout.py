@@ -15,10 +15,11 @@ from typing import Any
 
 from splitroll.cli import EXIT_FAILED
 from splitroll.cli.display import Display, summary_tables, timed
-from splitroll.config import Config, collecting, load_checked
+from splitroll.config import Config, collecting, examine
 from splitroll.config.rules import max_model_len
 from splitroll.dispatch.dispatcher import GroupWork
 from splitroll.errors import ConfigError, Problem
+from splitroll.placement import check_devices
 from splitroll.prompts import PromptLike, Tokenizer, read_prompt_file
 from splitroll.rollout import Activity, Rollout, plan_groups, with_score
 from splitroll.samples import SampleFile, run_fingerprint
@@ -69,16 +70,21 @@ def _plan(args: argparse.Namespace) -> _Plan:
     with collecting(problems):
         task = load_task(args.task, args.num, args.seed, args.task_set) if args.task else None
         prompts = task.prompts if task else read_prompt_file(Path(args.prompts))
+    config, facts, found = examine(args.config, args.overrides)
+    problems += found
     with collecting(problems):
-        config, facts = load_checked(args.config, args.overrides)
-        works = plan_groups(
-            prompts,
-            n=args.n,
-            sampling=sampling,
-            tokenizer=Tokenizer(facts.path),
-            max_model_len=max_model_len(config, facts),
-        )
-    if problems:
+        check_devices(config)
+    works: Sequence[GroupWork] = ()
+    if facts is not None:
+        with collecting(problems):
+            works = plan_groups(
+                prompts,
+                n=args.n,
+                sampling=sampling,
+                tokenizer=Tokenizer(facts.path),
+                max_model_len=max_model_len(config, facts),
+            )
+    if problems or facts is None:
         raise ConfigError(problems)
     file = SampleFile(Path(args.out), run_fingerprint(facts.path, works), args.n)
     file.open(resume=args.resume, overwrite=args.overwrite)
@@ -104,7 +110,7 @@ async def _generate(
     failed: list[FailedGroup],
 ) -> Activity:
     async with contextlib.AsyncExitStack() as stack:
-        with timed(display.say, "engines up and proven"):
+        with timed(display, "engines up and proven"):
             opening = Rollout.open(plan.config, on_state=display.engines)
             rollout = await stack.enter_async_context(opening)
         prompts = [work.prompt for work in todo]
@@ -112,7 +118,7 @@ async def _generate(
         async for group in groups:
             display.group_done()
             if isinstance(group, FailedGroup):
-                display.say(f"[red]{group.error}[/]")
+                display.say(str(group.error), style="red")
                 failed.append(group)
                 continue
             if plan.task is not None:

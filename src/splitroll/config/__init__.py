@@ -1,6 +1,6 @@
 """What the user wants: a frozen, strict configuration. Knows nothing of Ray or vLLM processes."""
 
-from splitroll.config.load import collecting, load_checked, load_config, to_yaml
+from splitroll.config.load import collecting, examine, load_checked, load_config, to_yaml
 from splitroll.config.rules import check_config
 from splitroll.config.schema import (
     Colocated,
@@ -24,6 +24,7 @@ __all__ = [
     "RoleEngines",
     "check_config",
     "collecting",
+    "examine",
     "load_checked",
     "load_config",
     "to_yaml",

@@ -45,14 +45,27 @@ def load_checked(
     Raises:
         ConfigError: with every problem of the file, the overrides, the model and the rules.
     """
-    config, problems = _load(source, overrides)
-    with collecting(problems):
-        facts = resolve_model(config.model)
-        with collecting(problems):
-            check_config(config, facts)
-    if problems:
+    config, facts, problems = examine(source, overrides)
+    if problems or facts is None:
         raise ConfigError(problems)
     return config, facts
+
+
+def examine(
+    source: Config | Mapping[str, Any] | str | Path | None = None,
+    overrides: Sequence[str] = (),
+) -> tuple[Config, ModelFacts | None, list[Problem]]:
+    """Return the configuration, its model's facts and all problems.
+
+    With problems, what is wrong stands at its default, so that more can be checked; the facts are
+    None when the model could not be found.
+    """
+    config, problems = _load(source, overrides)
+    facts = None
+    with collecting(problems):
+        facts = resolve_model(config.model)
+        check_config(config, facts)
+    return config, facts, problems
 
 
 @contextlib.contextmanager
@@ -80,16 +93,20 @@ def _load(
         except ValidationError as exc:
             errors = exc.errors()
             problems += [_explain(error) for error in errors]
-            for error in errors:
-                _prune(tree, error["loc"])
+            pruned = [_prune(tree, error["loc"]) for error in errors]
+            if not all(pruned):
+                raise ConfigError(problems) from exc
 
 
-def _prune(tree: dict[str, Any], loc: Sequence[Any]) -> None:
+def _prune(tree: dict[str, Any], loc: Sequence[Any]) -> bool:
+    """Remove what stands at the deepest part of a path that exists; False where nothing does."""
     node: Any = tree
-    for key in loc[:-1]:
-        node = node.get(key) if isinstance(node, dict) else None
-    if isinstance(node, dict):
-        node.pop(loc[-1], None)
+    for key, following in zip(loc, [*loc[1:], None], strict=True):
+        child = node.get(key)
+        if not isinstance(child, dict) or following not in child:
+            return node.pop(key, loc) is not loc
+        node = child
+    return False
 
 
 def to_yaml(config: Config) -> str:

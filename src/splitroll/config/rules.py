@@ -9,6 +9,7 @@ import ast
 import difflib
 import functools
 import importlib.util
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,22 @@ _OWNED = {
     "generation_config": "sampling parameters come with each call, never from the model's files",
     "enable_prefix_caching": "groups share their prompt through it; it is always on",
     "disable_log_stats": "the summary is made from them",
+    "max_logprobs": "the start-up proof asks for the 5 most likely tokens",
 }
 """Engine arguments that splitroll sets itself, with what to do instead."""
 
 _UNSUPPORTED = {
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
+    "prefill_context_parallel_size": 1,
+    "decode_context_parallel_size": 1,
     "speculative_config": None,
     "enable_lora": False,
 }
 """Engine arguments that are not supported yet beyond the value given."""
+
+_SHORTEST_MODEL_LEN = 16
+"""The start-up proof needs a prompt and a few tokens."""
 
 _MUST_MATCH = ("block_size", "dtype", "kv_cache_dtype", "hf_overrides", "quantization", "revision")
 """Engine arguments that make KV of one engine meaningless to the other when they differ."""
@@ -129,6 +136,14 @@ def _parallel_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
             + ", ".join(map(str, works)),
             f"choose one of these for {facts.name}",
         )
+    sizes = [section.tensor_parallel_size for _, section in _role_sections(config)]
+    if max(sizes) % min(sizes):
+        yield Problem(
+            "disaggregation.{prefill,decode}.tensor_parallel_size",
+            " and ".join(map(str, sizes)),
+            "sizes of which one divides the other",
+            "KV is moved between whole numbers of ranks: change one of them",
+        )
 
 
 def _match_problems(config: Config) -> Iterator[Problem]:
@@ -150,12 +165,14 @@ def _length_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
         length = arguments.get("max_model_len")
         if length is None:
             continue
-        if not isinstance(length, int) or not 1 <= length <= facts.max_model_len:
+        longest = math.inf if "hf_overrides" in arguments else facts.max_model_len
+        if not isinstance(length, int) or not _SHORTEST_MODEL_LEN <= length <= longest:
             yield Problem(
                 f"{path}.engine.max_model_len",
                 repr(length),
-                f"1 to {facts.max_model_len}, the longest that {facts.name} was made for",
-                "lower it",
+                f"{_SHORTEST_MODEL_LEN} to {facts.max_model_len}, the longest that {facts.name} "
+                "was made for",
+                "change it; a longer one needs engine.hf_overrides",
             )
 
 

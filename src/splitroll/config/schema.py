@@ -13,7 +13,7 @@ from splitroll.model import DEFAULT_MODEL
 class Section(BaseModel):
     """A frozen section that knows all its keys and converts nothing."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class RoleEngines(Section):
@@ -34,8 +34,8 @@ class Disaggregation(Section):
     transfer_backend: Literal["nixl", "mooncake"] = "nixl"
     prefill: RoleEngines = RoleEngines()
     decode: RoleEngines = RoleEngines()
-    kv_lease_s: float = Field(120.0, gt=0)
-    """How long a prefill engine holds the KV of a handle that nobody pulls."""
+    kv_lease_s: int = Field(120, ge=2)
+    """How long a prefill engine holds the KV of a handle that nobody pulls; whole seconds."""
     handoff_timeout_s: float = Field(60.0, gt=0)
     """How long a decode engine may take from receiving a handle to its first token. A handle
     older than `kv_lease_s - handoff_timeout_s` is refused, so no pull can outlive its lease."""
@@ -58,7 +58,7 @@ class Dispatch(Section):
     local_attempts: int = Field(2, ge=1)
     """How often it is then tried on a decode engine without a handoff before it fails."""
     max_queued_groups: int = Field(256, ge=1)
-    """Groups accepted ahead of the engines; later ones wait in the caller's iterator."""
+    """Groups of one call that are under way or wait for engines; the others wait for these."""
 
 
 class Ray(Section):
@@ -87,14 +87,15 @@ class Limits(Section):
     prefill_timeout_s: float = Field(120.0, gt=0)
     """One prefill leg, its wait in the engine's queue included."""
     sample_timeout_s: float = Field(1800.0, gt=0)
-    """One sample on its decode engine, from first to last token."""
+    """One sample on its decode engine, from its first token to its last; and, where no KV was
+    handed to it, from reaching the engine to its first token."""
     recovery_timeout_s: float = Field(180.0, gt=0)
     """How long work waits for an engine to come back when none is left."""
     health_interval_s: float = Field(2.0, gt=0)
     health_timeout_s: float = Field(30.0, gt=0)
     """An engine that answers no health check for this long is killed and restarted."""
     max_restarts: int = Field(5, ge=0)
-    """Restarts of one engine before it is given up."""
+    """Attempts to restart a dead engine before it is given up."""
 
 
 class Config(Section):

@@ -51,6 +51,9 @@ from splitroll.types import (
 log = logging.getLogger(__name__)
 
 _DECODERS = (Role.DECODE, Role.BOTH)
+_DECODE_KV_OVERCOMMIT = 2.0
+"""Groups let in, by their longest possible samples, over what decode engines can hold: most samples
+end well before max_tokens, and vLLM preempts where they do not."""
 _KV_SHARE = 0.9
 """Of a prefill engine's KV that pinned handles may fill; the rest lets prompts be computed."""
 
@@ -145,8 +148,9 @@ class Dispatcher:
         self._id_prefix = os.urandom(4).hex()
         self._kv_budgets: dict[str, WeightedGate] = {}
         self._seats = WeightedGate(0)
-        self._resize_seats()
-        fleet.on_change(self._resize_seats)
+        self._decode_kv = WeightedGate(0)
+        self._resize()
+        fleet.on_change(self._resize)
 
     async def run(self, work: GroupWork) -> Group:
         """Generate one group.
@@ -156,17 +160,16 @@ class Dispatcher:
             InvalidRequest: when an engine refused the request itself.
         """
         progress = _Progress(work, self._clock())
-        async with self._seats.hold(work.n):
-            for attempt in self._attempts():
+        async with self._seats.hold(work.n), self._decode_kv.hold(self._decode_blocks(work)):
+            for number, attempt in enumerate(self._attempts()):
+                self.stats.retries += number > 0
                 await attempt(progress)
                 if progress.refused is not None:
                     raise progress.refused
                 if not progress.missing:
                     break
-                self.stats.retries += 1
         if progress.missing:
             raise GroupFailed(work.prompt.id, progress.causes or ["no engine is up"])
-        self.stats.recomputed_tokens += progress.recomputed_tokens
         return Group(
             prompt=work.prompt,
             samples=tuple(progress.done[i] for i in range(work.n)),
@@ -268,6 +271,7 @@ class Dispatcher:
         name, result = leg.engine.info.name, leg.result
         self.stats.handoffs += result.handed_off
         progress.recomputed_tokens += result.recomputed_tokens
+        self.stats.recomputed_tokens += result.recomputed_tokens
         if result.recomputed_tokens:
             log.warning(
                 "%s computed %d prompt tokens again that %s had handed off",
@@ -361,10 +365,21 @@ class Dispatcher:
             self._kv_budgets[key] = WeightedGate(int(engine.info.num_blocks * _KV_SHARE))
         return self._kv_budgets[key]
 
-    def _resize_seats(self) -> None:
+    def _resize(self) -> None:
+        """Fit what is let in to the engines that decode now."""
         engines = self._fleet.ready(*_DECODERS) or self._fleet.ready()
         if engines:  # with none, groups wait for one inside their attempt
             self._seats.set_capacity(sum(engine.info.max_num_seqs for engine in engines))
+            blocks = sum(engine.info.num_blocks for engine in engines)
+            self._decode_kv.set_capacity(int(blocks * _DECODE_KV_OVERCOMMIT))
+
+    def _decode_blocks(self, work: GroupWork) -> int:
+        """Return the KV blocks that a group takes on decode if every sample is as long as it may
+        be; its full prompt blocks are shared."""
+        sizes = [engine.info.block_size for engine in self._fleet.ready()]
+        size = min(sizes, default=1)
+        own_tokens = len(work.prompt.token_ids) % size + work.sampling.max_tokens
+        return len(work.prompt.token_ids) // size + work.n * math.ceil(own_tokens / size)
 
     def _load(self, engine: str, tokens: int, *, sequences: int) -> Callable[[], None]:
         """Count load on an engine; returns what takes it off again, once."""

@@ -115,7 +115,7 @@ def _environment(spec: EngineSpec, transfer: KvTransfer | None, on_cpu: bool) ->
         if spec.tensor_parallel_size == 1:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     else:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spec.gpus))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
         # Exact devices come from the placement; Ray must not overwrite them.
         env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
     if transfer is not None:

@@ -125,7 +125,7 @@ class RayEngine(Engine):
         except RayError as exc:
             engine._kill()
             raise EngineStartError(
-                spec.name, f"its process ended: {_last_line(exc)}; log: {log_path}"
+                spec.name, f"its process ended: {_whole(exc)}; log: {log_path}"
             ) from exc
         except BaseException:
             engine._kill()
@@ -167,9 +167,11 @@ class RayEngine(Engine):
         return await self._call(self._actor.reset_prefix_cache.remote())
 
     async def close(self) -> None:
-        with contextlib.suppress(RayError, TimeoutError):
-            await asyncio.wait_for(self._actor.close.remote(), _CLOSE_TIMEOUT_S)
-        self._kill()
+        try:
+            with contextlib.suppress(RayError, TimeoutError):
+                await asyncio.wait_for(self._actor.close.remote(), _CLOSE_TIMEOUT_S)
+        finally:
+            self._kill()
 
     def _kill(self) -> None:
         if not ray.is_initialized():
@@ -193,7 +195,9 @@ class RayEngine(Engine):
             cause = f"{type(exc.cause).__name__}: {exc.cause}"
             raise LegError(self._name, cause) from exc
         except RayActorError as exc:
-            raise EngineDied(self._name, _last_line(exc)) from exc
+            raise EngineDied(self._name, _first_line(exc)) from exc
+        except RayError as exc:
+            raise LegError(self._name, f"{type(exc).__name__}: {_first_line(exc)}") from exc
 
 
 def actor_options(spec: EngineSpec, actor_name: str, arguments: EngineArguments) -> dict[str, Any]:
@@ -247,6 +251,12 @@ def _root_cause(log: Path) -> str | None:
     return found
 
 
-def _last_line(exc: BaseException) -> str:
+def _first_line(exc: BaseException) -> str:
     lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
     return lines[0] if lines else type(exc).__name__
+
+
+def _whole(exc: BaseException) -> str:
+    """Return an error's first and last line: what Ray saw, and the exception itself."""
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys([lines[0], lines[-1]])) if lines else type(exc).__name__

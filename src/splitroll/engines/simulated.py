@@ -66,6 +66,8 @@ class Faults:
     ignore_kv: bool = False
     """Decode ignores handles and computes prompts itself: PD is silently off."""
     corrupt_kv: bool = False
+    forget_prefixes: bool = False
+    """The prefix cache holds nothing: siblings find no KV to share."""
     hang: bool = False
     """Nothing answers any more, though the engine seems to live."""
 
@@ -350,6 +352,8 @@ class SimulatedEngine(Engine):
     def _lookup(self, request: PrefillRequest | DecodeRequest) -> int:
         """Return how many prompt tokens the prefix cache holds; never the whole prompt."""
         cached = 0
+        if self.faults.forget_prefixes:
+            return 0
         for block in self._block_hashes(request):
             if block not in self._cache:
                 break

@@ -13,13 +13,14 @@ import asyncio
 import contextlib
 import enum
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from splitroll.config.schema import Limits
 from splitroll.engines.protocol import Engine, EngineCounters
-from splitroll.errors import EngineDied, EngineStartError, SplitrollError
+from splitroll.errors import EngineDied, EngineStartError, ProofError, SplitrollError
 from splitroll.fleet.prove import PairProof
 from splitroll.placement import EngineSpec
 from splitroll.types import Role
@@ -84,6 +85,7 @@ class Fleet:
         self._limits = limits
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
+        self._joining = asyncio.Lock()
         self._listeners: list[Callable[[], None]] = []
 
     @classmethod
@@ -148,8 +150,9 @@ class Fleet:
         log.warning("engine %s died: %s; restarting it", engine.info.name, cause)
         member.last_error = cause
         self._retire_counters(member)
-        self._set_state(member, MemberState.RESTARTING)
+        member.engine = None
         self._spawn(self._restart(member, engine))
+        self._set_state(member, MemberState.RESTARTING)
 
     async def counters(self) -> dict[str, EngineCounters]:
         """Return each engine's counters: earlier incarnations included, proofs left out.
@@ -193,43 +196,75 @@ class Fleet:
         """Prove all pairs that have a new engine in them."""
         if self._prove is None:
             return []
-        proofs = []
-        for engine in new:
-            if engine.info.role is Role.PREFILL:
-                decodes = [e for e in present if e.info.role is Role.DECODE]
-                proofs += await self._prove([engine], decodes)
-        for engine in new:
-            if engine.info.role is Role.DECODE:
-                prefills = [e for e in present if e.info.role is Role.PREFILL and e not in new]
-                proofs += await self._prove(prefills, [engine])
-        for proof in proofs:
-            for name, added in zip((proof.prefill, proof.decode), proof.counters(), strict=True):
-                self.members[name].proving += added
+        proofs: list[PairProof] = []
+        try:
+            for engine in new:
+                if engine.info.role is Role.PREFILL:
+                    decodes = [e for e in present if e.info.role is Role.DECODE]
+                    proofs += await self._prove([engine], decodes)
+            for engine in new:
+                if engine.info.role is Role.DECODE:
+                    prefills = [e for e in present if e.info.role is Role.PREFILL and e not in new]
+                    proofs += await self._prove(prefills, [engine])
+        except ProofError as exc:
+            proofs += exc.proofs
+            raise
+        finally:
+            await self._count_proofs(proofs)
         return proofs
+
+    async def _count_proofs(self, proofs: Sequence[PairProof]) -> None:
+        """Keep what the proofs did apart from what is done for groups."""
+        for proof in proofs:
+            if proof.kv_bytes:
+                for name, added in zip(
+                    (proof.prefill, proof.decode), proof.counters(), strict=True
+                ):
+                    self.members[name].proving += added
+        for name in {name for proof in proofs for name in (proof.prefill, proof.decode)}:
+            await self._read_counters(self.members[name])
 
     async def _restart(self, member: Member, old: Engine) -> None:
         with contextlib.suppress(SplitrollError):
             await old.close()
-        member.engine = None
-        pause_s = _RESTART_PAUSE_S
-        while member.restarts < self._limits.max_restarts:
+        for attempt in range(self._limits.max_restarts):
+            await asyncio.sleep(_RESTART_PAUSE_S * (2**attempt - 1))
             member.restarts += 1
             member.generation += 1
             try:
                 engine = await self._launch(member, member.generation)
-                await self._prove_new([engine], [engine, *self.ready()])
+                await self._join(member, engine)
             except Exception as exc:  # a wall: whatever it was, the next attempt may succeed
                 member.last_error = str(exc)
                 log.warning("restart %d of %s: %s", member.restarts, member.spec.name, exc)
                 await self._discard(member)
-                await asyncio.sleep(pause_s)
-                pause_s *= 2
                 continue
             log.info("engine %s is back", member.spec.name)
-            self._set_state(member, MemberState.READY)
             return
         log.error("engine %s is given up: %s", member.spec.name, member.last_error)
         self._set_state(member, MemberState.FAILED)
+
+    async def _join(self, member: Member, engine: Engine) -> None:
+        """Prove a restarted engine against all that serve, and let it serve.
+
+        One engine at a time, so that two that come back together prove their own pair too. A proof
+        that a partner had no time for, or died in, says nothing about the engine: prove again.
+        """
+        end_s = time.monotonic() + self._limits.start_timeout_s
+        async with self._joining:
+            while True:
+                try:
+                    await self._prove_new([engine], [engine, *self.ready()])
+                    break
+                except ProofError as exc:
+                    failed = [p for p in exc.proofs if p.problem is not None]
+                    conclusive = not all(proof.inconclusive for proof in failed)
+                    if conclusive or time.monotonic() > end_s:
+                        raise
+                    await engine.health()
+                    log.warning("proof of %s is to be repeated: %s", member.spec.name, exc)
+                    await asyncio.sleep(_RESTART_PAUSE_S)
+            self._set_state(member, MemberState.READY)
 
     async def _discard(self, member: Member) -> None:
         engine, member.engine = member.engine, None
@@ -250,7 +285,7 @@ class Fleet:
         try:
             async with asyncio.timeout(limit_s):
                 await engine.health()
-                member.seen = await engine.counters()
+            await self._read_counters(member)
         except EngineDied as exc:
             self.report_death(engine, exc.cause)
         except TimeoutError:
@@ -259,11 +294,13 @@ class Fleet:
             self.report_death(engine, f"its health check failed: {type(exc).__name__}: {exc}")
 
     async def _read_counters(self, member: Member) -> None:
-        if member.engine is None or member.state is not MemberState.READY:
+        if (engine := member.engine) is None:
             return
-        with contextlib.suppress(EngineDied, TimeoutError):
+        with contextlib.suppress(SplitrollError, TimeoutError):
             async with asyncio.timeout(self._limits.health_timeout_s):
-                member.seen = await member.engine.counters()
+                counters = await engine.counters()
+            if member.engine is engine:  # it may have died, and been counted, meanwhile
+                member.seen = counters
 
     def _retire_counters(self, member: Member) -> None:
         member.retired += member.seen
@@ -272,7 +309,10 @@ class Fleet:
     def _set_state(self, member: Member, state: MemberState) -> None:
         member.state = state
         for listener in self._listeners:
-            listener()
+            try:
+                listener()
+            except Exception:  # a wall: a display must never stop the supervision
+                log.exception("a listener to the fleet's state failed")
         self._spawn(self._notify())
 
     async def _notify(self) -> None:

@@ -21,13 +21,13 @@ from splitroll.engines.protocol import (
     EngineCounters,
     EngineInfo,
 )
-from splitroll.errors import ProofError, SplitrollError
+from splitroll.errors import EngineDied, LegTimeout, ProofError, SplitrollError
 from splitroll.handoff.legs import Handoff
 from splitroll.types import SamplingParams
 
 _NUM_TOKENS = 8
 _TOP_LOGPROBS = 5
-_COUNTERS_TIMEOUT_S = 5.0
+_COUNTERS_TIMEOUT_S = 10.0
 _COUNTERS_POLL_S = 0.05
 
 _TOLERANCE = {"float32": 1e-3}
@@ -46,6 +46,7 @@ class PairProof:
         kv_bytes: moved; `kv_bytes_needed`: blocks of the prompt times bytes per block.
         recomputed_tokens: prompt tokens that decode computed although their KV was offered.
         problem: None when the pair passed.
+        inconclusive: a leg had no time, or its engine died: nothing is known of the pair.
     """
 
     prefill: str
@@ -58,6 +59,7 @@ class PairProof:
     recomputed_tokens: int
     handoff_s: float
     problem: str | None
+    inconclusive: bool = False
 
     def counters(self) -> tuple[EngineCounters, EngineCounters]:
         """Return what the proof itself adds to the counters of (prefill, decode)."""
@@ -75,9 +77,9 @@ class PairProof:
         return {**asdict(self), "ok": self.problem is None}
 
 
-def proof_prompt(vocab_size: int, block_size: int) -> tuple[int, ...]:
-    """Return a fixed prompt of two blocks and a half."""
-    length = 2 * block_size + block_size // 2
+def proof_prompt(vocab_size: int, block_size: int, max_model_len: int) -> tuple[int, ...]:
+    """Return a fixed prompt of two blocks and a half, or what the model's length leaves."""
+    length = min(2 * block_size + block_size // 2, max_model_len - _NUM_TOKENS)
     low, span = min(100, vocab_size // 4), max(1, vocab_size // 2)
     return tuple(low + (i * 7919) % span for i in range(length))
 
@@ -120,7 +122,7 @@ async def _prove_pair(
         return _failed(prefill, decode, prompt, mismatch)
     needed = math.ceil(len(prompt) / decode.info.block_size) * decode.info.block_bytes
     salt = os.urandom(8).hex()
-    before = await decode.counters()
+    before = await _counters(decode)
     loop = asyncio.get_running_loop()
     begun = loop.time()
     try:
@@ -133,9 +135,9 @@ async def _prove_pair(
             decode, None, [_request(f"prove-{salt}-l", prompt, f"{salt}-l")], weight_version=0
         )
     except SplitrollError as exc:
-        return _failed(prefill, decode, prompt, str(exc))
+        return _failed(prefill, decode, prompt, str(exc), exc)
     if errors := result.errors + reference.errors:
-        return _failed(prefill, decode, prompt, str(errors[0]))
+        return _failed(prefill, decode, prompt, str(errors[0]), errors[0])
     (moved,) = result.outputs.values()
     (local,) = reference.outputs.values()
     done = (await _counters_with(decode, before, needed)) - before
@@ -197,10 +199,18 @@ async def _counters_with(engine: Engine, before: EngineCounters, kv_bytes: int) 
     loop = asyncio.get_running_loop()
     end = loop.time() + _COUNTERS_TIMEOUT_S
     while True:
-        counters = await engine.counters()
+        counters = await _counters(engine)
         if counters.kv_bytes - before.kv_bytes >= kv_bytes or loop.time() > end:
             return counters
         await asyncio.sleep(_COUNTERS_POLL_S)
+
+
+async def _counters(engine: Engine) -> EngineCounters:
+    try:
+        async with asyncio.timeout(_COUNTERS_TIMEOUT_S):
+            return await engine.counters()
+    except TimeoutError as exc:
+        raise EngineDied(engine.info.name, "it does not answer") from exc
 
 
 def _request(request_id: str, prompt: tuple[int, ...], salt: str) -> DecodeRequest:
@@ -214,7 +224,13 @@ def _request(request_id: str, prompt: tuple[int, ...], salt: str) -> DecodeReque
     )
 
 
-def _failed(prefill: Engine, decode: Engine, prompt: tuple[int, ...], problem: str) -> PairProof:
+def _failed(
+    prefill: Engine,
+    decode: Engine,
+    prompt: tuple[int, ...],
+    problem: str,
+    cause: SplitrollError | None = None,
+) -> PairProof:
     return PairProof(
         prefill=prefill.info.name,
         decode=decode.info.name,
@@ -226,4 +242,5 @@ def _failed(prefill: Engine, decode: Engine, prompt: tuple[int, ...], problem: s
         recomputed_tokens=0,
         handoff_s=0.0,
         problem=problem,
+        inconclusive=isinstance(cause, EngineDied | LegTimeout),
     )

@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class Cleanup:
-    """Owns background clean-up tasks; none is lost, none outlives `drain`."""
+    """Owns background clean-up tasks; none is lost, none outlives `close`."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -29,6 +29,12 @@ class Cleanup:
         """Wait until everything spawned has ended; each task has its own limit."""
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """End what still runs: the engines that it would tidy are about to end too."""
+        for task in self._tasks:
+            task.cancel()
+        await self.drain()
 
     async def _run(self, what: str, work: Coroutine[Any, Any, Any]) -> None:
         try:

@@ -25,6 +25,7 @@ from splitroll.engines.protocol import (
     DecodeOutput,
     DecodeRequest,
     Engine,
+    FirstToken,
     KvParams,
     PrefillOutput,
     PrefillRequest,
@@ -41,6 +42,7 @@ from splitroll.handoff.cleanup import Cleanup
 from splitroll.handoff.handle import KvHandle
 
 _GIVE_BACK_POLL_S = 0.1
+_GIVE_BACK_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +195,9 @@ class Handoff:
             # With all decode engines down, the next that comes back can still do it.
             while self._clock() < handle.born_s + self._limits.lease_s:
                 for engine in self._decoders():
-                    with contextlib.suppress(EngineDied):
-                        await engine.release(f"give-back-{os.urandom(8).hex()}", params)
+                    with contextlib.suppress(EngineDied, TimeoutError):
+                        async with asyncio.timeout(_GIVE_BACK_TIMEOUT_S):
+                            await engine.release(f"give-back-{os.urandom(8).hex()}", params)
                         return
                 await asyncio.sleep(_GIVE_BACK_POLL_S)
         finally:
@@ -234,6 +237,9 @@ class _DecodeLeg:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
+        finally:
+            if self._handle is not None and not self._handle.taken:
+                self._handoff.give_back(self._handle)  # cancelled before the leader began
         for task in tasks:
             error = None if task.cancelled() else task.exception()
             if isinstance(error, SplitrollError):
@@ -247,7 +253,10 @@ class _DecodeLeg:
             kv = self._take_handle()
             if kv is not None:
                 request = _with_kv(request, kv)
-            await self._sample(request, self._handoff._limits.handoff_timeout_s)
+            limits = self._handoff._limits
+            await self._sample(
+                request, limits.sample_timeout_s if kv is None else limits.handoff_timeout_s
+            )
         except BaseException as exc:
             if not self._kv_is_here.is_set():
                 for task in siblings:
@@ -272,7 +281,8 @@ class _DecodeLeg:
         try:
             async with asyncio.timeout(limit_s) as limit, contextlib.aclosing(stream):
                 async for event in stream:
-                    self._note_kv(request, event.cached_tokens)
+                    if isinstance(event, FirstToken) or event.token_ids:
+                        self._note_first_token(request, event.cached_tokens)
                     if isinstance(event, DecodeOutput):
                         self._complete(request, event)
                         return
@@ -291,15 +301,23 @@ class _DecodeLeg:
             return None
         return self._handle.take(now_s=self._handoff._clock(), weight_version=self._weight_version)
 
-    def _note_kv(self, request: DecodeRequest, cached_tokens: int) -> None:
-        self._result.waited_s.setdefault(request.request_id, self._handoff._clock() - self._begun_s)
-        if self._kv_is_here.is_set():
+    def _note_first_token(self, request: DecodeRequest, cached_tokens: int) -> None:
+        """The request's KV is here: the leader's lets its siblings join."""
+        if request.request_id in self._result.waited_s:
             return
+        self._result.waited_s[request.request_id] = self._handoff._clock() - self._begun_s
+        leads = not self._kv_is_here.is_set()
         self._kv_is_here.set()
-        if self._handle is not None:
-            # Every handoff recomputes the last prompt token, to sample from it.
-            missed = len(request.token_ids) - 1 - cached_tokens
-            self._result.recomputed_tokens = max(0, missed)
+        if self._handle is None:
+            return
+        # The last prompt token is always computed, to sample from it; a sibling computes all that
+        # stands in no full block.
+        expected = len(request.token_ids) - 1
+        if not leads:
+            block = self._engine.info.block_size
+            expected = expected // block * block
+        self._result.recomputed_tokens += max(0, expected - cached_tokens)
+        if leads:
             self._result.handed_off = True
             self._handle.settle()
 
