@@ -12,6 +12,8 @@ from splitroll.config.schema import Config
 from splitroll.errors import ConfigError, Problem
 from splitroll.types import Role
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -112,7 +114,7 @@ def place(config: Config, nodes: Sequence[Node]) -> tuple[EngineSpec, ...]:
     engines = _place_on_gpus(wants, nodes) if on_gpu else _place_on_cores(config, wants, nodes)
     if len({spec.node_id for spec in engines}) > 1:
         return tuple(engines)
-    return tuple(_with_host(spec, "127.0.0.1") for spec in engines)
+    return tuple(_with_host(spec, LOOPBACK) for spec in engines)
 
 
 def _wants(config: Config) -> list[_Want]:

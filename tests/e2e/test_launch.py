@@ -102,6 +102,24 @@ async def test_three_idle_engines_use_little_cpu(split_rollout: Rollout) -> None
     assert share < 0.15, f"{share:.1%} of a core"
 
 
+def test_engines_listen_on_loopback_only(split_rollout: Rollout) -> None:
+    """NIXL's side channel and UCX's own listeners; Ray's are Ray's."""
+    cores = [engine.info.pids[1] for engine in split_rollout.fleet.ready()]
+    sockets = set()
+    for pid in cores:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(link) if link.is_symlink() else ""
+            sockets.add(target.removeprefix("socket:[").removesuffix("]"))
+    listening = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:
+                listening.append(fields[1].split(":")[0])
+    assert len(listening) >= len(cores)
+    assert set(listening) == {"0100007F"}
+
+
 FLEET_SCRIPT = """
 import asyncio, sys
 from splitroll import BlockingRollout, Rollout, SamplingParams

@@ -6,7 +6,7 @@ from typing import Any
 
 from splitroll.engines.arguments import KvTransfer
 from splitroll.engines.protocol import KvParams
-from splitroll.placement import EngineSpec
+from splitroll.placement import LOOPBACK, EngineSpec
 from splitroll.types import Role
 
 _HANDLE_KEYS = (
@@ -41,6 +41,8 @@ class NixlBackend:
             # 0: the process that binds the side channel chooses it (engines/process.py).
             "VLLM_NIXL_SIDE_CHANNEL_PORT": "0",
         }
+        if spec.host == LOOPBACK and not spec.gpus:
+            env["UCX_NET_DEVICES"] = "lo"  # else UCX listens on every interface
         return KvTransfer(config, env)
 
     def prefill_params(self) -> KvParams:
