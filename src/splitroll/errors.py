@@ -1,19 +1,17 @@
 """Every error that splitroll raises.
 
-    SplitrollError
-    ├── ConfigError           the configuration or the request cannot work; nothing was started
-    │   └── InvalidRequest    a prompt or its sampling parameters cannot be served
-    ├── FleetError            the fleet as a whole cannot start or go on
-    │   ├── EngineStartError  an engine did not come up
-    │   ├── EngineDied        an engine that was up is gone
-    │   └── ProofError        a prefill/decode pair does not hand off KV correctly
-    ├── LegError              one prefill or decode leg failed; the engine itself lives
-    │   ├── LegTimeout        it exceeded its limit
-    │   ├── KvLoadFailed      decode could not load the KV that prefill offered
-    │   └── HandleRefused     the KV handle is used, too old, or of another weight version
-    └── GroupFailed           a group could not be completed by any route
-
-`retryable` says whether the same work may succeed on another engine.
+SplitrollError
+├── ConfigError           the configuration or the request cannot work; nothing was started
+│   └── InvalidRequest    a prompt or its sampling parameters cannot be served
+├── FleetError            the fleet as a whole cannot start or go on
+│   ├── EngineStartError  an engine did not come up
+│   ├── EngineDied        an engine that was up is gone
+│   └── ProofError        a prefill/decode pair does not hand off KV correctly
+├── LegError              one prefill or decode leg failed; the engine itself lives
+│   ├── LegTimeout        it exceeded its limit
+│   ├── KvLoadFailed      decode could not load the KV that prefill offered
+│   └── HandleRefused     the KV handle is used, too old, or of another weight version
+└── GroupFailed           a group could not be completed by any route
 """
 
 from __future__ import annotations
@@ -45,8 +43,6 @@ class Problem:
 
 class SplitrollError(Exception):
     """Base of all errors raised by splitroll."""
-
-    retryable = False
 
 
 class ConfigError(SplitrollError):
@@ -94,7 +90,6 @@ class EngineDied(EngineError):
     """An engine that was up is gone."""
 
     what = "died"
-    retryable = True
 
 
 class ProofError(FleetError):
@@ -112,7 +107,6 @@ class ProofError(FleetError):
 class LegError(SplitrollError):
     """A prefill or decode leg failed on an engine that lives on."""
 
-    retryable = True
     what = "failed"
 
     def __init__(self, engine: str, cause: str) -> None:

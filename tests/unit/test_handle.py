@@ -13,12 +13,10 @@ def handle(**changes: float) -> KvHandle:
     return KvHandle(
         prefill_engine="p",
         params={"x": 1},
-        num_tokens=5,
         weight_version=int(values["weight_version"]),
         born_s=values["born_s"],
         max_age_s=values["max_age_s"],
         elapsed_s=0.0,
-        computed_tokens=5,
     )
 
 

@@ -27,10 +27,8 @@ from splitroll.dispatch.policy import POLICIES, EngineView, Snapshot, Work, shar
 from splitroll.engines.protocol import DecodeOutput, DecodeRequest, Engine
 from splitroll.errors import (
     EngineDied,
-    FleetError,
     GroupFailed,
     InvalidRequest,
-    LegError,
     SplitrollError,
 )
 from splitroll.fleet.fleet import Fleet
@@ -195,10 +193,8 @@ class Dispatcher:
             progress.causes.append("no prefill engine is up")
             return
         started_s = self._clock()
-        try:
-            handle = await self._prefill(prefill, progress)
-        except SplitrollError as exc:
-            self._note_error(exc, prefill, progress)
+        handle = await self._prefill(prefill, progress)
+        if handle is None:
             return
         # The decode engines are chosen now, not before the prefill.
         try:
@@ -217,10 +213,8 @@ class Dispatcher:
     async def _split_part(self, prefill: Engine, part: _Part, progress: _Progress) -> None:
         """A further decode engine of the same group: its own prefill leg, a prefix hit."""
         started_s = self._clock()
-        try:
-            handle = await self._prefill(prefill, progress)
-        except SplitrollError as exc:
-            self._note_error(exc, prefill, progress)
+        handle = await self._prefill(prefill, progress)
+        if handle is None:
             return
         await self._decode(part, handle, started_s, progress)  # no await since it was returned
 
@@ -237,7 +231,8 @@ class Dispatcher:
                 for part in parts:
                     tasks.create_task(self._decode(part, None, self._clock(), progress))
 
-    async def _prefill(self, engine: Engine, progress: _Progress) -> KvHandle:
+    async def _prefill(self, engine: Engine, progress: _Progress) -> KvHandle | None:
+        """Run a prefill leg; None when it failed, which is noted."""
         token_ids = progress.work.prompt.token_ids
         name, blocks = engine.info.name, math.ceil(len(token_ids) / engine.info.block_size)
         budget = self._kv_budget(engine)
@@ -246,9 +241,12 @@ class Dispatcher:
             await budget.acquire(blocks)
             try:
                 handle = await self._handoff.prefill(engine, self._new_id(), token_ids)
-            except BaseException:
+            except BaseException as exc:
                 budget.release(blocks)
-                raise
+                if not isinstance(exc, SplitrollError):
+                    raise
+                self._note_error(exc, engine, progress)
+                return None
         handle.when_settled(lambda: budget.release(blocks))
         self.stats.prefills[name] += 1
         return handle
@@ -292,8 +290,6 @@ class Dispatcher:
             progress.refused = error
         elif isinstance(error, EngineDied):
             self._fleet.report_death(engine, error.cause)
-        elif not isinstance(error, LegError | FleetError):
-            raise error
         progress.avoid.add(engine.info.name)
         progress.causes.append(str(error))
 

@@ -268,6 +268,7 @@ class Fleet:
 
     async def _discard(self, member: Member) -> None:
         engine, member.engine = member.engine, None
+        self._retire_counters(member)
         if engine is not None:
             with contextlib.suppress(SplitrollError):
                 await engine.close()

@@ -16,7 +16,6 @@ class KvHandle:
         weight_version: of the weights that computed it.
         born_s: when its lease began, on the dispatcher's clock, or a little earlier.
         elapsed_s: how long the prefill leg took.
-        computed_tokens: prompt tokens that the prefill engine had to compute for it.
     """
 
     def __init__(
@@ -24,19 +23,15 @@ class KvHandle:
         *,
         prefill_engine: str,
         params: KvParams,
-        num_tokens: int,
         weight_version: int,
         born_s: float,
         max_age_s: float,
         elapsed_s: float,
-        computed_tokens: int,
     ) -> None:
         self.prefill_engine = prefill_engine
-        self.num_tokens = num_tokens
         self.weight_version = weight_version
         self.born_s = born_s
         self.elapsed_s = elapsed_s
-        self.computed_tokens = computed_tokens
         self._max_age_s = max_age_s
         self._params = params
         self._taken = False

@@ -121,7 +121,7 @@ class Handoff:
                 limit_s = self._limits.prefill_timeout_s
                 raise LegTimeout(engine.info.name, f"no prefill in {limit_s:g} s") from exc
             raise
-        return self._handle(engine, request, output, begun_s)
+        return self._handle(engine, output, begun_s)
 
     async def decode(
         self,
@@ -152,9 +152,7 @@ class Handoff:
                 f"give a handle back to {handle.prefill_engine}", self._give_back(handle, params)
             )
 
-    def _handle(
-        self, engine: Engine, request: PrefillRequest, output: PrefillOutput, begun_s: float
-    ) -> KvHandle:
+    def _handle(self, engine: Engine, output: PrefillOutput, begun_s: float) -> KvHandle:
         name = engine.info.name
         if output.kv is None:
             raise LegError(name, "the prefill engine returned no KV handle: is its connector on?")
@@ -165,13 +163,11 @@ class Handoff:
         return KvHandle(
             prefill_engine=name,
             params=params,
-            num_tokens=len(request.token_ids),
             weight_version=output.weight_version,
             # The lease began when the engine finished, which is at the earliest this.
             born_s=begun_s + output.elapsed_s,
             max_age_s=self._limits.lease_s - self._limits.handoff_timeout_s,
             elapsed_s=self._clock() - begun_s,
-            computed_tokens=output.computed_tokens,
         )
 
     async def _end_prefill(
@@ -188,7 +184,7 @@ class Handoff:
             output = await leg
         except SplitrollError:
             return  # it ended without a handle, as intended
-        self.give_back(self._handle(engine, request, output, begun_s))
+        self.give_back(self._handle(engine, output, begun_s))
 
     async def _give_back(self, handle: KvHandle, params: KvParams) -> None:
         try:
