@@ -20,6 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_MAX_TOLD = 30
+"""Problems that a message spells out; all are in `ConfigError.problems`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -52,7 +55,10 @@ class ConfigError(SplitrollError):
         self.problems = tuple(problems)
         count = len(self.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
-        super().__init__("\n".join([f"{head}:", *(f"  - {p}" for p in self.problems)]))
+        lines = [f"{head}:", *(f"  - {problem}" for problem in self.problems[:_MAX_TOLD])]
+        if count > _MAX_TOLD:
+            lines.append(f"  ... and {count - _MAX_TOLD} more")
+        super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)

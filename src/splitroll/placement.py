@@ -225,7 +225,8 @@ def _check_sum(wants: Sequence[_Want], unit: str, each: int, have: dict[str, int
                 " and ".join(want.path for want in wants),
                 f"{terms} = {needed} {unit}",
                 f"{sum(have.values())} {unit} ({nodes})",
-                "ask for fewer or smaller engines, or a larger cluster",
+                "ask for fewer or smaller engines, or a larger cluster"
+                + (", or set devices.kind to cpu" if unit == "GPUs" else ""),
             )
         ]
     )

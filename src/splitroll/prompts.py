@@ -59,11 +59,11 @@ def read_prompt(given: PromptLike, index: int, tokenizer: Tokenizer) -> Prompt:
     return Prompt(str(index), _token_ids(given, f"prompt {index}"))
 
 
-def read_prompt_file(path: Path) -> list[Mapping[str, Any]]:
-    """Read a JSON-lines file of prompts.
+def read_prompt_file(path: Path, problems: list[Problem]) -> list[Mapping[str, Any]]:
+    """Return the rows of a JSON-lines file of prompts; lines that are none become problems.
 
     Raises:
-        InvalidRequest: with every line that is no JSON object, or when the file cannot be read.
+        InvalidRequest: when the file cannot be read.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -71,22 +71,20 @@ def read_prompt_file(path: Path) -> list[Mapping[str, Any]]:
         problem = Problem("--prompts", f"{path} ({exc})", "a readable JSON-lines file", "check it")
         raise InvalidRequest([problem]) from exc
     prompts: list[Mapping[str, Any]] = []
-    problems = []
+    before = len(problems)
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as exc:
-            row = f"no JSON ({exc.msg})"
+            row = f"no JSON ({exc.msg}, column {exc.colno})"
         if isinstance(row, dict):
             prompts.append(row)
         else:
             problems.append(_unreadable(f"{path}:{number}", str(row)[:60]).problems[0])
-    if not prompts and not problems:
-        problems.append(_unreadable(str(path), "no prompts").problems[0])
-    if problems:
-        raise InvalidRequest(problems)
+    if not prompts and len(problems) == before:
+        problems.append(Problem("--prompts", f"{path}: empty", "one prompt or more", "fill it"))
     return prompts
 
 
@@ -104,11 +102,26 @@ def _read_mapping(row: Mapping[str, Any], index: int, tokenizer: Tokenizer) -> P
                 raise _unreadable(where, f"prompt: {type(value).__name__}")
             return Prompt(prompt_id, tokenizer.encode(value), value, rest)
         case "messages":
-            if not isinstance(value, list | tuple) or not value:
-                raise _unreadable(where, f"messages: {value!r}")
-            return Prompt(prompt_id, tokenizer.encode_chat(value), None, rest)
+            return Prompt(prompt_id, _encode_chat(value, where, tokenizer), None, rest)
         case _:
             return Prompt(prompt_id, _token_ids(value, where), None, rest)
+
+
+def _encode_chat(messages: Any, where: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    allowed = 'a list of {"role": ..., "content": ...}'
+    good = isinstance(messages, Sequence) and not isinstance(messages, str) and messages
+    if not good or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        raise InvalidRequest(
+            [Problem(where, f"messages: {str(messages)[:60]}", allowed, "correct it")]
+        )
+    try:
+        return tokenizer.encode_chat(messages)
+    except (
+        Exception
+    ) as exc:  # a wall: chat templates are programs of the model, they raise anything
+        found = f"messages that the model's chat template refuses ({exc})"
+        hint = 'check roles and contents, or give "prompt" instead'
+        raise InvalidRequest([Problem(where, found, allowed, hint)]) from exc
 
 
 def _token_ids(value: Any, where: str) -> tuple[int, ...]:

@@ -228,6 +228,13 @@ def plan_groups(
         InvalidRequest: with every problem: n, prompts that are empty or too long, ids used twice.
     """
     problems: list[Problem] = []
+    given: Any = sampling
+    if not isinstance(given, SamplingParams):
+        found, hint = type(given).__name__, "write SamplingParams(max_tokens=...)"
+        raise InvalidRequest([Problem("sampling", found, "a SamplingParams", hint)])
+    if isinstance(prompts, str | Mapping | Prompt) or not isinstance(prompts, Iterable):
+        found, hint = type(prompts).__name__, "wrap it: [prompt]"
+        raise InvalidRequest([Problem("prompts", found, "a list of prompts", hint)])
     if not isinstance(n, int) or n < 1:
         problems.append(Problem("n", repr(n), "a whole number from 1", "ask for 1 or more"))
     seed = secrets.randbits(62) if sampling.seed is None else sampling.seed

@@ -49,6 +49,23 @@ class SampleFile:
         self._file: Any = None
         self._lock: Any = None
 
+    @staticmethod
+    def check_name(path: Path, *, resume: bool, overwrite: bool) -> None:
+        """Check that a run may write to a name, before anything else is known of it.
+
+        Raises:
+            ConfigError: when it is a folder, or a file of an earlier run stands there.
+        """
+        if not path.name or path.is_dir():
+            raise _name_problem(f"{path}: a folder", "name a file")
+        if resume or overwrite:
+            return
+        if path.exists():
+            raise _name_problem(f"{path}: a finished file", "use --overwrite")
+        partial = path.with_name(path.name + ".partial")
+        if partial.exists():
+            raise _name_problem(f"{partial}: an unfinished run", "use --resume or --overwrite")
+
     def open(self, *, resume: bool, overwrite: bool) -> None:
         """Begin, or go on where an earlier run ended.
 
@@ -56,10 +73,9 @@ class SampleFile:
             ConfigError: when a file is in the way, belongs to another run, or another process is
                 writing it.
         """
+        self.check_name(self.path, resume=resume, overwrite=overwrite)
         with self._telling_io_errors():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if not overwrite and not resume:
-                self._refuse_what_is_in_the_way()
             self._take_lock()
             try:
                 self._begin(resume=resume)
@@ -96,13 +112,6 @@ class SampleFile:
                 self._run.unlink(missing_ok=True)
         self._lock.close()
 
-    def _refuse_what_is_in_the_way(self) -> None:
-        if self.path.exists():
-            raise self._problem(f"{self.path}: a finished file", "use --overwrite")
-        if self._partial.exists():
-            found = f"{self._partial}: an unfinished run"
-            raise self._problem(found, "use --resume or --overwrite")
-
     def _take_lock(self) -> None:
         self._lock = self._run.open("a+")
         try:
@@ -110,7 +119,7 @@ class SampleFile:
         except BlockingIOError as exc:
             self._lock.close()
             found = f"{self.path}, which another process is writing"
-            raise self._problem(found, "wait for it, or choose another name") from exc
+            raise _name_problem(found, "wait for it, or choose another name") from exc
 
     def _begin(self, *, resume: bool) -> None:
         """Write the groups to keep into a fresh partial file, whole lines only."""
@@ -160,9 +169,6 @@ class SampleFile:
             if len(rows) == self._n
         }
 
-    def _problem(self, found: str, hint: str) -> ConfigError:
-        return ConfigError([Problem("--out", found, "a name that is free", hint)])
-
     @contextlib.contextmanager
     def _telling_io_errors(self) -> Any:
         try:
@@ -170,3 +176,7 @@ class SampleFile:
         except OSError as exc:
             problem = Problem("--out", f"{self.path} ({exc})", "a file we may write", "choose one")
             raise ConfigError([problem]) from exc
+
+
+def _name_problem(found: str, hint: str) -> ConfigError:
+    return ConfigError([Problem("--out", found, "a name that is free", hint)])

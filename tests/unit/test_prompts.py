@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from splitroll.errors import InvalidRequest
+from splitroll.errors import InvalidRequest, Problem
 from splitroll.prompts import Tokenizer, read_prompt, read_prompt_file
 from splitroll.rollout import plan_groups
 from splitroll.types import Prompt, SamplingParams
@@ -59,6 +59,11 @@ def test_ids_and_other_keys_are_kept() -> None:
         {"prompt": "a", "messages": []},
         {"prompt": 3},
         {"messages": []},
+        {"messages": "hi"},
+        {"messages": ["hi"]},
+        {"messages": [{"content": "hi"}]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
         {"prompt_token_ids": ["x"]},
         {"prompt_token_ids": [-1]},
         {"prompt_token_ids": [True]},
@@ -84,6 +89,17 @@ def test_all_prompts_that_cannot_be_served_are_told_before_anything_is_generated
     assert "at most max_model_len, which is 100" in text
 
 
+@pytest.mark.parametrize("prompts", ["a text", {"prompt": "a"}, Prompt("0", (1,)), 3])
+def test_one_prompt_instead_of_a_list_is_told(prompts: object) -> None:
+    with pytest.raises(InvalidRequest, match="a list of prompts"):
+        plan_groups(prompts, n=1, sampling=SamplingParams(), tokenizer=TOKENIZER, max_model_len=100)  # type: ignore[arg-type]
+
+
+def test_sampling_of_another_type_is_told() -> None:
+    with pytest.raises(InvalidRequest, match="SamplingParams"):
+        plan_groups(["a"], n=1, sampling={"max_tokens": 3}, tokenizer=TOKENIZER, max_model_len=100)  # type: ignore[arg-type]
+
+
 def test_a_group_seed_depends_on_the_run_and_the_prompt_only() -> None:
     def seeds(seed: int) -> list[int]:
         sampling = SamplingParams(seed=seed)
@@ -107,13 +123,15 @@ def test_without_a_seed_two_calls_differ() -> None:
 def test_a_prompts_file_tells_every_bad_line(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n\n[1]\n{"prompt": \n')
-    with pytest.raises(InvalidRequest) as caught:
-        read_prompt_file(path)
-    assert [problem.path for problem in caught.value.problems] == [f"{path}:3", f"{path}:4"]
+    problems: list[Problem] = []
+    assert read_prompt_file(path, problems) == [{"prompt": "a"}]
+    assert [problem.path for problem in problems] == [f"{path}:3", f"{path}:4"]
 
 
 def test_an_empty_or_missing_prompts_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "p").write_text("")
-    for name in ("p", "missing"):
-        with pytest.raises(InvalidRequest):
-            read_prompt_file(tmp_path / name)
+    problems: list[Problem] = []
+    assert read_prompt_file(tmp_path / "p", problems) == []
+    assert len(problems) == 1
+    with pytest.raises(InvalidRequest):
+        read_prompt_file(tmp_path / "missing", problems)

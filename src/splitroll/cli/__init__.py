@@ -16,6 +16,8 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
+DEFAULT_NUM = 16
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status.
@@ -59,6 +61,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_MORE_SAMPLING: tuple[tuple[str, type, float], ...] = (
+    ("--min-p", float, 0.0),
+    ("--min-tokens", int, 0),
+    ("--repetition-penalty", float, 1.0),
+    ("--presence-penalty", float, 0.0),
+    ("--frequency-penalty", float, 0.0),
+)
+
+
 def _add_rollout(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -68,7 +79,7 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         help="JSON lines, each with an id and one of prompt, messages, prompt_token_ids",
     )
     source.add_argument("--task", metavar="NAME", help="a reasoning-gym dataset, scored")
-    parser.add_argument("--num", type=int, default=16, help="questions of the task (%(default)s)")
+    parser.add_argument("--num", type=int, help=f"questions of the task ({DEFAULT_NUM})")
     parser.add_argument(
         "--task-set",
         action="append",
@@ -90,8 +101,13 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         help="end a sample at this text; may be given several times",
     )
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on with an unfinished run")
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run's file")
+    for flag, kind, default in _MORE_SAMPLING:
+        parser.add_argument(flag, type=kind, default=default, help="as in vLLM (%(default)s)")
+    parser.add_argument("--stop-token-ids", type=int, nargs="+", default=[], metavar="ID")
+    parser.add_argument("--ignore-eos", action="store_true")
+    earlier = parser.add_mutually_exclusive_group()
+    earlier.add_argument("--resume", action="store_true", help="go on with an unfinished run")
+    earlier.add_argument("--overwrite", action="store_true", help="replace an earlier run's file")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 

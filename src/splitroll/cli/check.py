@@ -42,7 +42,9 @@ async def run(args: argparse.Namespace) -> int:
     if args.json:
         args.stdout.write(json.dumps(report) + "\n")
     else:
-        _print(Console(file=args.stdout), report)
+        # Wide where nobody's terminal sets the width: cut columns help nobody.
+        width = None if args.stdout.isatty() else 160
+        _print(Console(file=args.stdout, width=width), report)
     return status
 
 

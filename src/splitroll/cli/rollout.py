@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import functools
 import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from splitroll.cli import EXIT_FAILED
+from splitroll.cli import DEFAULT_NUM, EXIT_FAILED
 from splitroll.cli.display import Display, summary_tables, timed
 from splitroll.config import Config, collecting, examine
 from splitroll.config.rules import max_model_len
@@ -52,6 +53,10 @@ async def run(args: argparse.Namespace) -> int:
                 activity = await _generate(plan, todo, args.n, display, failed)
         if not failed and not plan.file.is_finished:
             plan.file.finish()
+    except asyncio.CancelledError:
+        if plan.file.done:
+            display.say(f"{len(plan.file.done)} complete groups are kept: go on with --resume")
+        raise
     finally:
         plan.file.close()
     summary = _summary(plan.file, failed, activity, time.monotonic() - begun, resumed)
@@ -68,8 +73,14 @@ def _plan(args: argparse.Namespace) -> _Plan:
     with collecting(problems):
         sampling = _sampling(args)
     with collecting(problems):
-        task = load_task(args.task, args.num, args.seed, args.task_set) if args.task else None
-        prompts = task.prompts if task else read_prompt_file(Path(args.prompts))
+        SampleFile.check_name(Path(args.out), resume=args.resume, overwrite=args.overwrite)
+    with collecting(problems):
+        if args.task:
+            task = load_task(args.task, args.num or DEFAULT_NUM, args.seed, args.task_set)
+            prompts = task.prompts
+        else:
+            _refuse_task_flags(args)
+            prompts = read_prompt_file(Path(args.prompts), problems)
     config, facts, found = examine(args.config, args.overrides)
     problems += found
     with collecting(problems):
@@ -91,15 +102,16 @@ def _plan(args: argparse.Namespace) -> _Plan:
     return _Plan(config, works, sampling, task, file)
 
 
+def _refuse_task_flags(args: argparse.Namespace) -> None:
+    if args.num is not None or args.task_set:
+        found = "--num or --task-set with --prompts"
+        raise ConfigError([Problem("--prompts", found, "these with --task only", "leave them out")])
+
+
 def _sampling(args: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        stop=tuple(args.stop),
-        seed=args.seed,
-    )
+    names = {field.name for field in fields(SamplingParams)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    return SamplingParams(**given)
 
 
 async def _generate(
@@ -110,6 +122,7 @@ async def _generate(
     failed: list[FailedGroup],
 ) -> Activity:
     async with contextlib.AsyncExitStack() as stack:
+        display.say("starting the engines and proving every KV handoff between them ...", "dim")
         with timed(display, "engines up and proven"):
             opening = Rollout.open(plan.config, on_state=display.engines)
             rollout = await stack.enter_async_context(opening)

@@ -125,7 +125,8 @@ def _read(source: Config | Mapping[str, Any] | str | Path | None) -> dict[str, A
     try:
         tree = yaml.safe_load(path.read_text())
     except OSError as exc:
-        problem = Problem("--config", str(path), "a readable YAML file", str(exc.strerror))
+        found = f"{path} ({exc.strerror})"
+        problem = Problem("config", found, "a readable YAML file", "check the path")
         raise ConfigError([problem]) from exc
     except (yaml.YAMLError, UnicodeDecodeError) as exc:
         problem = Problem(str(path), "text that is not YAML", "YAML", str(exc))
@@ -177,6 +178,8 @@ def _explain(error: Any) -> Problem:
             return Problem(path, found, f"{error['ctx']['ge']} or more", "raise it")
         case "greater_than":
             return Problem(path, found, f"more than {error['ctx']['gt']}", "raise it")
+        case "int_type" | "int_from_float" | "int_parsing":
+            return Problem(path, found, "a whole number", "write one, without quotes")
         case "model_type" | "model_attributes_type" | "mapping_type":
             return Problem(path, found, "a section (a mapping)", "write its keys below it")
         case _:

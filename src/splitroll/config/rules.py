@@ -154,21 +154,24 @@ def _match_problems(config: Config) -> Iterator[Problem]:
         if prefill.get(name) != decode.get(name):
             yield Problem(
                 f"disaggregation.{{prefill,decode}}.engine.{name}",
-                f"{prefill.get(name)!r} for prefill and {decode.get(name)!r} for decode",
+                f"{prefill.get(name, 'the default')} for prefill and "
+                f"{decode.get(name, 'the default')} for decode",
                 "the same value for both roles",
                 "set it once, in the common `engine` section: KV is moved between the roles as is",
             )
 
 
 def _length_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
-    for path, arguments in role_arguments(config).items():
+    sections = {"": config.engine}
+    sections |= {f"{path}.": section.engine for path, section in _role_sections(config)}
+    for path, arguments in sections.items():
         length = arguments.get("max_model_len")
         if length is None:
             continue
         longest = math.inf if "hf_overrides" in arguments else facts.max_model_len
         if not isinstance(length, int) or not _SHORTEST_MODEL_LEN <= length <= longest:
             yield Problem(
-                f"{path}.engine.max_model_len",
+                f"{path}engine.max_model_len",
                 repr(length),
                 f"{_SHORTEST_MODEL_LEN} to {facts.max_model_len}, the longest that {facts.name} "
                 "was made for",

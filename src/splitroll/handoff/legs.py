@@ -112,6 +112,7 @@ class Handoff:
         request = PrefillRequest(request_id, token_ids, self._backend.prefill_params(), cache_salt)
         begun_s = self._clock()
         leg = asyncio.ensure_future(engine.prefill(request))
+        leg.add_done_callback(lambda leg: leg.cancelled() or leg.exception())  # see _end_prefill
         try:
             async with asyncio.timeout(self._limits.prefill_timeout_s):
                 output = await asyncio.shield(leg)
