@@ -33,18 +33,37 @@ _OBJECT_STORE_BYTES = 256 * 1024**2
 """Requests and samples are small; KV does not pass through Ray."""
 
 
+_users = 0
+"""How many fleets of this process use a cluster that we entered."""
+_users_lock = threading.Lock()
+
+
 @contextlib.asynccontextmanager
 async def open_cluster(config: Config) -> AsyncGenerator[None, None]:
-    """Join the cluster of `ray.address`, or start one on this machine and stop it at the end.
+    """Join the cluster of `ray.address`, or start one on this machine.
 
-    A process that is in a cluster already stays in it.
+    A process that is in a cluster already stays in it. A cluster that we joined or started is left
+    when its last user in this process is done.
 
     Raises:
         ConfigError: when the address leads to no cluster.
     """
-    if ray.is_initialized():
+    global _users
+    with _users_lock:
+        ours = _users > 0 or not ray.is_initialized()
+        if ours and _users == 0:
+            _enter_cluster(config)
+        _users += ours
+    try:
         yield
-        return
+    finally:
+        with _users_lock:
+            _users -= ours
+            if ours and _users == 0:
+                ray.shutdown()
+
+
+def _enter_cluster(config: Config) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     local = config.ray.address is None
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
@@ -65,10 +84,6 @@ async def open_cluster(config: Config) -> AsyncGenerator[None, None]:
         allowed = "null, auto, or the address of a Ray cluster that runs"
         found = f"{config.ray.address!r} ({str(exc).splitlines()[0]})"
         raise ConfigError([Problem("ray.address", found, allowed, hint)]) from exc
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 @contextlib.contextmanager

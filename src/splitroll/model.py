@@ -33,6 +33,7 @@ class ModelFacts:
     num_attention_heads: int
     num_kv_heads: int
     max_model_len: int
+    vocab_size: int
 
 
 def cache_dir() -> Path:
@@ -132,6 +133,7 @@ def _facts(name: str, path: str, config: Mapping[str, Any]) -> ModelFacts:
             num_attention_heads=heads,
             num_kv_heads=int(text.get("num_key_value_heads") or heads),
             max_model_len=_max_model_len(text),
+            vocab_size=int(text["vocab_size"]),
         )
     except KeyError as exc:
         raise _no_model(name, f"a config.json without {exc}") from exc

@@ -16,7 +16,7 @@ from splitroll.config import Config, load_checked
 from splitroll.config.rules import max_model_len
 from splitroll.dispatch.dispatcher import Dispatcher, GroupWork
 from splitroll.engines.protocol import Engine
-from splitroll.errors import InvalidRequest, Problem
+from splitroll.errors import FleetError, InvalidRequest, Problem
 from splitroll.fleet.fleet import Fleet, Launcher, Prover
 from splitroll.fleet.prove import PairProof, proof_prompt, prove_pairs
 from splitroll.handoff.backend import make_backend
@@ -117,10 +117,19 @@ class Rollout:
             specs = place(config, nodes)
             backend = _backend(config)
             launcher = RayLauncher(config, facts, backend, fleet_id=os.urandom(4).hex())
-            async with open_fleet(config, specs, launcher, on_state) as (fleet, handoff):
-                yield cls(config, facts, fleet, handoff)
-            if not any(member.restarts for member in fleet.members.values()):
-                launcher.tidy()
+            eventful = False
+            try:
+                async with open_fleet(config, specs, launcher, on_state) as (fleet, handoff):
+                    try:
+                        yield cls(config, facts, fleet, handoff)
+                    finally:
+                        eventful = any(member.restarts for member in fleet.members.values())
+            except FleetError:
+                eventful = True  # its logs are wanted
+                raise
+            finally:
+                if not eventful:
+                    launcher.tidy()
 
     async def generate(
         self,
@@ -181,6 +190,7 @@ class Rollout:
             sampling=sampling,
             tokenizer=self._tokenizer,
             max_model_len=self._max_model_len,
+            vocab_size=self.facts.vocab_size,
         )
 
     async def activity(self) -> Activity:
@@ -221,6 +231,7 @@ def plan_groups(
     sampling: SamplingParams,
     tokenizer: Tokenizer,
     max_model_len: int,
+    vocab_size: int,
 ) -> list[GroupWork]:
     """Turn prompts into groups; needs no fleet.
 
@@ -237,6 +248,7 @@ def plan_groups(
         raise InvalidRequest([Problem("prompts", found, "a list of prompts", hint)])
     if not isinstance(n, int) or n < 1:
         problems.append(Problem("n", repr(n), "a whole number from 1", "ask for 1 or more"))
+    problems += _vocabulary_problems("sampling.stop_token_ids", sampling.stop_token_ids, vocab_size)
     seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
     works = []
     for index, given in enumerate(prompts):
@@ -247,6 +259,7 @@ def plan_groups(
             continue
         if (problem := _length_problem(prompt, sampling, max_model_len)) is not None:
             problems.append(problem)
+        problems += _vocabulary_problems(f"prompt {prompt.id}", prompt.token_ids, vocab_size)
         works.append(GroupWork(prompt, n, sampling, derive_seed(seed, prompt.id)))
     for prompt_id, count in Counter(work.prompt.id for work in works).items():
         if count > 1:
@@ -269,6 +282,13 @@ def _length_problem(prompt: Prompt, sampling: SamplingParams, max_model_len: int
         f"at most max_model_len, which is {max_model_len}",
         "lower max_tokens, shorten the prompt, or raise engine.max_model_len",
     )
+
+
+def _vocabulary_problems(path: str, token_ids: Sequence[int], size: int) -> list[Problem]:
+    beyond = [token for token in token_ids if not 0 <= token < size]
+    if not beyond:
+        return []
+    return [Problem(path, f"token id {beyond[0]}", f"0 to {size - 1}", "use the model's own ids")]
 
 
 @contextlib.asynccontextmanager

@@ -67,6 +67,9 @@ class SamplingParams:
                 raise InvalidRequest(
                     [Problem(f"sampling.{name}", repr(value), allowed, "correct it")]
                 )
+            if "" in value:
+                hint = "leave it out: it would match everywhere"
+                raise InvalidRequest([Problem("sampling.stop", "''", "texts, not empty", hint)])
             object.__setattr__(self, name, tuple(value))
         problems = [problem for rule in _SAMPLING_RULES if (problem := rule(self)) is not None]
         if problems:
@@ -122,7 +125,7 @@ def _seed_fits(params: SamplingParams) -> Problem | None:
 
 _SAMPLING_RULES = (
     _Range("max_tokens", 1, whole=True),
-    _Range("temperature", 0.0),
+    _Range("temperature", 0.0, 2.0),
     _Range("top_p", 0.0, 1.0, open_low=True),
     _Range("top_k", 0, whole=True),
     _Range("min_p", 0.0, 1.0),

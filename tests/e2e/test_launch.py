@@ -212,7 +212,7 @@ async def main():
     (node,) = await take_inventory(wants_gpus=True)
     config = load_config(overrides=["disaggregation.decode.tensor_parallel_size=2"])
     for spec in place(config, [node]):
-        facts = ModelFacts("m", "m", 8, 4, 1024)
+        facts = ModelFacts("m", "m", 8, 4, 1024, 4096)
         options = actor_options(
             spec, actor_name("f", spec.name, 0), engine_arguments(config, facts, spec, None)
         )
@@ -223,6 +223,37 @@ async def main():
 ray.init(address="local", num_gpus=5, include_dashboard=False, log_to_driver=False)
 asyncio.run(main())
 """
+
+
+CLUSTER_SCRIPT = """
+import asyncio, ray
+from splitroll.cluster import open_cluster
+from splitroll.config import load_config
+
+async def main():
+    first, second = open_cluster(load_config()), open_cluster(load_config())
+    await first.__aenter__()
+    await second.__aenter__()
+    await first.__aexit__(None, None, None)
+    print("after the first", ray.is_initialized())
+    await second.__aexit__(None, None, None)
+    print("after the second", ray.is_initialized())
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    async with open_cluster(load_config()):
+        pass
+    print("of somebody else", ray.is_initialized())
+
+asyncio.run(main())
+"""
+
+
+def test_a_cluster_of_ours_lives_as_long_as_its_last_user() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CLUSTER_SCRIPT], capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert lines == ["after the first True", "after the second False", "of somebody else True"]
 
 
 def test_actors_see_exactly_the_gpus_of_their_placement() -> None:

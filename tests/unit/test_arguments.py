@@ -11,7 +11,7 @@ from splitroll.handoff.backend import make_backend
 from splitroll.model import ModelFacts
 from splitroll.placement import Node, place
 
-FACTS = ModelFacts("m", "/models/m", 8, 4, 2048)
+FACTS = ModelFacts("m", "/models/m", 8, 4, 2048, 4096)
 
 
 def arguments(*overrides: str, gpus: int = 0) -> dict[str, EngineArguments]:

@@ -14,7 +14,9 @@ from splitroll.config import check_config, load_checked, load_config, to_yaml
 from splitroll.errors import ConfigError
 from splitroll.model import ModelFacts
 
-FACTS = ModelFacts("model", "model", num_attention_heads=8, num_kv_heads=4, max_model_len=2048)
+FACTS = ModelFacts(
+    "model", "model", num_attention_heads=8, num_kv_heads=4, max_model_len=2048, vocab_size=4096
+)
 
 
 def problems(*overrides: str) -> dict[str, Any]:
@@ -156,7 +158,9 @@ def test_what_would_fail_only_later_is_refused(override: str) -> None:
 
 
 def test_tensor_parallel_sizes_must_divide_each_other() -> None:
-    facts = ModelFacts("m", "m", num_attention_heads=6, num_kv_heads=6, max_model_len=2048)
+    facts = ModelFacts(
+        "m", "m", num_attention_heads=6, num_kv_heads=6, max_model_len=2048, vocab_size=4096
+    )
     overrides = [
         "disaggregation.prefill.tensor_parallel_size=2",
         "disaggregation.decode.tensor_parallel_size=3",

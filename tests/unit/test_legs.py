@@ -10,7 +10,7 @@ import pytest
 
 from splitroll.engines.protocol import DecodeRequest
 from splitroll.engines.simulated import Fabric, Faults, LatencyModel, SimulatedEngine
-from splitroll.errors import HandleRefused, KvLoadFailed, LegError, LegTimeout
+from splitroll.errors import HandleRefused, InvalidRequest, KvLoadFailed, LegError, LegTimeout
 from splitroll.handoff.backend import make_backend
 from splitroll.handoff.cleanup import Cleanup
 from splitroll.handoff.legs import Handoff, LegLimits
@@ -121,6 +121,16 @@ async def test_a_failed_kv_load_is_an_error_and_frees_both_sides() -> None:
         result = await p.handoff.decode(p.decode, handle, requests(3), weight_version=0)
         assert [type(error) for error in result.errors] == [KvLoadFailed]
         assert result.outputs == {}
+        assert await p.held() == (0, 0)
+
+
+async def test_a_request_that_decode_refuses_gives_its_handle_back_at_once() -> None:
+    async with pair() as p:
+        handle = await p.handoff.prefill(p.prefill, "x", PROMPT)
+        result = await p.handoff.decode(
+            p.decode, handle, requests(3, max_tokens=9000), weight_version=0
+        )
+        assert [type(error) for error in result.errors] == [InvalidRequest]
         assert await p.held() == (0, 0)
 
 

@@ -81,7 +81,7 @@ def test_all_prompts_that_cannot_be_served_are_told_before_anything_is_generated
     with pytest.raises(InvalidRequest) as caught:
         plan_groups(
             prompts, n=0, sampling=SamplingParams(max_tokens=20), tokenizer=TOKENIZER,
-            max_model_len=100,
+            max_model_len=100, vocab_size=10**6
         )  # fmt: skip
     text = str(caught.value)
     assert len(caught.value.problems) == 5
@@ -89,22 +89,47 @@ def test_all_prompts_that_cannot_be_served_are_told_before_anything_is_generated
     assert "at most max_model_len, which is 100" in text
 
 
+def test_token_ids_beyond_the_vocabulary_are_told() -> None:
+    sampling = SamplingParams(stop_token_ids=(300,))
+    with pytest.raises(InvalidRequest) as caught:
+        plan_groups(
+            [[1, 299], [1, 300]], n=1, sampling=sampling, tokenizer=TOKENIZER, max_model_len=100,
+            vocab_size=300,
+        )  # fmt: skip
+    paths = [problem.path for problem in caught.value.problems]
+    assert paths == ["sampling.stop_token_ids", "prompt 1"]
+
+
 @pytest.mark.parametrize("prompts", ["a text", {"prompt": "a"}, Prompt("0", (1,)), 3])
 def test_one_prompt_instead_of_a_list_is_told(prompts: object) -> None:
     with pytest.raises(InvalidRequest, match="a list of prompts"):
-        plan_groups(prompts, n=1, sampling=SamplingParams(), tokenizer=TOKENIZER, max_model_len=100)  # type: ignore[arg-type]
+        plan_groups(
+            prompts,
+            n=1,
+            sampling=SamplingParams(),
+            tokenizer=TOKENIZER,
+            max_model_len=100,
+            vocab_size=10**6,
+        )  # type: ignore[arg-type]
 
 
 def test_sampling_of_another_type_is_told() -> None:
     with pytest.raises(InvalidRequest, match="SamplingParams"):
-        plan_groups(["a"], n=1, sampling={"max_tokens": 3}, tokenizer=TOKENIZER, max_model_len=100)  # type: ignore[arg-type]
+        plan_groups(
+            ["a"],
+            n=1,
+            sampling={"max_tokens": 3},
+            tokenizer=TOKENIZER,
+            max_model_len=100,
+            vocab_size=10**6,
+        )  # type: ignore[arg-type]
 
 
 def test_a_group_seed_depends_on_the_run_and_the_prompt_only() -> None:
     def seeds(seed: int) -> list[int]:
         sampling = SamplingParams(seed=seed)
         works = plan_groups(["a", "b"], n=2, sampling=sampling, tokenizer=TOKENIZER,
-                            max_model_len=100)  # fmt: skip
+                            max_model_len=100, vocab_size=10**6)  # fmt: skip
         return [work.seed for work in works]
 
     assert seeds(1) == seeds(1)
@@ -114,7 +139,7 @@ def test_a_group_seed_depends_on_the_run_and_the_prompt_only() -> None:
 def test_without_a_seed_two_calls_differ() -> None:
     def seed() -> int:
         (work,) = plan_groups(["a"], n=1, sampling=SamplingParams(), tokenizer=TOKENIZER,
-                              max_model_len=100)  # fmt: skip
+                              max_model_len=100, vocab_size=10**6)  # fmt: skip
         return work.seed
 
     assert seed() != seed()

@@ -21,6 +21,8 @@ from splitroll.types import Route, RouteKind, Sample, SamplingParams, Timing, de
         ("max_tokens", 1.5),
         ("max_tokens", True),
         ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("stop", [""]),
         ("temperature", float("nan")),
         ("top_p", 0.0),
         ("top_p", 1.1),

@@ -94,6 +94,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
                 sampling=sampling,
                 tokenizer=Tokenizer(facts.path),
                 max_model_len=max_model_len(config, facts),
+                vocab_size=facts.vocab_size,
             )
     if problems or facts is None:
         raise ConfigError(problems)

@@ -29,6 +29,7 @@ from splitroll.errors import (
     EngineDied,
     GroupFailed,
     InvalidRequest,
+    Problem,
     SplitrollError,
 )
 from splitroll.fleet.fleet import Fleet
@@ -87,6 +88,7 @@ class _Progress:
     causes: list[str] = field(default_factory=list)
     avoid: set[str] = field(default_factory=set)
     refused: InvalidRequest | None = None
+    engine_died: bool = False
     recomputed_tokens: int = 0
 
     @property
@@ -159,11 +161,12 @@ class Dispatcher:
         """
         progress = _Progress(work, self._clock())
         async with self._seats.hold(work.n), self._decode_kv.hold(self._decode_blocks(work)):
-            for number, attempt in enumerate(self._attempts()):
+            for number, attempt in enumerate(self._attempts(progress)):
                 self.stats.retries += number > 0
+                progress.engine_died = False
                 await attempt(progress)
                 if progress.refused is not None:
-                    raise progress.refused
+                    raise _naming(work.prompt, progress.refused)
                 if not progress.missing:
                     break
         if progress.missing:
@@ -179,12 +182,19 @@ class Dispatcher:
         """Tokens in flight by engine; empty when nothing is in flight."""
         return {name: tokens for name, tokens in self._tokens.items() if tokens}
 
-    def _attempts(self) -> Sequence[Callable[[_Progress], Awaitable[None]]]:
-        split, local = self._settings.split_attempts, self._settings.local_attempts
-        colocated = all(m.spec.role is Role.BOTH for m in self._fleet.members.values())
-        if colocated:
-            return [self._local] * (split + local)
-        return [self._split] * split + [self._local] * local
+    def _attempts(
+        self, progress: _Progress
+    ) -> Generator[Callable[[_Progress], Awaitable[None]], None, None]:
+        """Yield what to try next: split, then local; then, as long as it is engines that die, local
+        again within the time that they have to come back."""
+        for _ in range(self._settings.split_attempts):
+            if self._fleet.ready(Role.PREFILL):
+                yield self._split
+        for _ in range(self._settings.local_attempts):
+            yield self._local
+        end_s = self._clock() + self._limits.recovery_timeout_s
+        while progress.engine_died and self._clock() < end_s:
+            yield self._local
 
     async def _split(self, progress: _Progress) -> None:
         """One attempt with handoffs: a prefill leg and a handle for each decode engine."""
@@ -289,6 +299,7 @@ class Dispatcher:
         if isinstance(error, InvalidRequest):
             progress.refused = error
         elif isinstance(error, EngineDied):
+            progress.engine_died = True
             self._fleet.report_death(engine, error.cause)
         progress.avoid.add(engine.info.name)
         progress.causes.append(str(error))
@@ -391,6 +402,12 @@ class Dispatcher:
                 self._sequences[engine] -= sequences
 
         return release
+
+
+def _naming(prompt: Prompt, refused: InvalidRequest) -> InvalidRequest:
+    """Return an engine's refusal with the prompt that it concerns."""
+    path = f"prompt {prompt.id}"
+    return InvalidRequest([Problem(path, p.found, p.allowed, p.hint) for p in refused.problems])
 
 
 def _sample(leg: _Leg, index: int, output: DecodeOutput, progress: _Progress) -> Sample:

@@ -118,7 +118,8 @@ class VllmEngine:
     async def decode(
         self, request: DecodeRequest
     ) -> AsyncGenerator[FirstToken | DecodeOutput, None]:
-        sampling = _vllm_sampling(request)
+        with self._engine_errors():
+            sampling = _vllm_sampling(request)
         token_ids: list[int] = []
         logprobs: list[float] = []
         text: list[str] = []

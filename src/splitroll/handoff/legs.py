@@ -32,7 +32,6 @@ from splitroll.engines.protocol import (
 )
 from splitroll.errors import (
     EngineDied,
-    KvLoadFailed,
     LegError,
     LegTimeout,
     SplitrollError,
@@ -341,8 +340,8 @@ class _DecodeLeg:
         handle = self._handle
         if handle is None:
             return
-        if handle.taken and not isinstance(why, EngineDied | KvLoadFailed):
-            # vLLM tells prefill itself when a live decode engine aborts the request.
+        if handle.taken and isinstance(why, LegTimeout | asyncio.CancelledError):
+            # We abort the request, and vLLM then tells prefill itself.
             self._handoff._cleanup.spawn(
                 f"settle a handle of {handle.prefill_engine}",
                 self._settle_by_abort(request, handle),
