@@ -132,11 +132,12 @@ async def test_a_group_that_no_route_completes_names_every_cause() -> None:
     async with simulated("dispatch.split_attempts=1", "dispatch.local_attempts=1") as system:
         system.launcher.faults["prefill-0"].fail_prefills = 10
         for name in ("decode-0", "decode-1"):
-            system.launcher.faults[name].hang = True
+            system.launcher.faults[name].fail_decodes = 10
         with pytest.raises(GroupFailed) as caught:
             await system.dispatcher.run(work())
-        assert len(caught.value.causes) >= 2
+        assert len(caught.value.causes) == 2
         assert "simulated fault in prefill" in caught.value.causes[0]
+        assert "simulated fault in decode" in caught.value.causes[1]
         assert system.dispatcher.load == {}
 
 

@@ -60,6 +60,7 @@ class Faults:
 
     fail_start: int = 0
     fail_prefills: int = 0
+    fail_decodes: int = 0
     fail_kv_loads: int = 0
     lose_handles: bool = False
     """Prefill answers without a handle: PD is silently off."""
@@ -197,6 +198,9 @@ class SimulatedEngine(Engine):
                 await self.release(request.request_id, request.kv)
             raise
         try:
+            if self.faults.fail_decodes:
+                self.faults.fail_decodes -= 1
+                raise LegError(self._info.name, "simulated fault in decode")
             cached = self._lookup(request)
             prompt, pulled = await self._pull(request, cached)
             scheduled = loop.time()
