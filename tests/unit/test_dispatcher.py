@@ -170,8 +170,9 @@ async def test_a_killed_engine_costs_no_sample_and_comes_back(victim: str) -> No
         groups = await asyncio.wait_for(asyncio.gather(*jobs), 30)
         assert [len(group.samples) for group in groups] == [4] * 16
         assert len({(s.id, s.sample) for group in groups for s in group.samples}) == 64
-        await asyncio.sleep(0.2)
-        assert len(system.fleet.ready()) == 3
+        async with asyncio.timeout(10):
+            while len(system.fleet.ready()) < 3:
+                await asyncio.sleep(0.01)
         assert system.fleet.members[victim].restarts == 1
         await assert_idle(system)
 

@@ -16,7 +16,7 @@ from splitroll.types import Role
 
 
 async def wait_for_state(system: object, name: str, state: MemberState) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while system.fleet.members[name].state is not state:  # type: ignore[attr-defined]
             await asyncio.sleep(0.01)
 
