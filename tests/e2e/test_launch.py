@@ -142,7 +142,13 @@ asyncio.run(main())
 
 def start_job(config: dict[str, Any], *overrides: str, stay_s: float) -> subprocess.Popen[str]:
     code = FLEET_SCRIPT.format(config=config, overrides=list(overrides), stay_s=stay_s)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        # A shell that runs this in the background has SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def read_line(job: subprocess.Popen[str], start: str) -> list[str]:
@@ -216,7 +222,8 @@ async def main():
         options = actor_options(
             spec, actor_name("f", spec.name, 0), engine_arguments(config, facts, spec, None)
         )
-        devices, node_id = await ray.remote(Reporter).options(**options).remote().report.remote()
+        actor = ray.remote(Reporter).options(**options).remote()  # Ray ends it with its handle
+        devices, node_id = await actor.report.remote()
         assert node_id == node.id
         print(spec.name, devices, flush=True)
 
@@ -244,6 +251,7 @@ async def main():
     print("of somebody else", ray.is_initialized())
 
 asyncio.run(main())
+ray.shutdown()
 """
 
 

@@ -26,9 +26,14 @@ def test_an_interrupt_ends_the_work_before_it_is_raised() -> None:
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        rollout._wait(work())
+    # A shell that runs this in the background has SIGINT ignored.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            rollout._wait(work())
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert seen == ["ended"]
     rollout._stop()
     assert not rollout._thread.is_alive()
