@@ -304,7 +304,7 @@ async def open_fleet(
     handoffs: list[Handoff] = []
 
     def make_prover(fleet: Fleet) -> Prover:
-        handoffs.append(_make_handoff(config, cleanup, lambda: fleet.ready(Role.DECODE)))
+        handoffs.append(_make_handoff(config, cleanup, lambda: fleet.up(Role.DECODE)))
 
         async def prove(prefills: Sequence[Engine], decodes: Sequence[Engine]) -> list[PairProof]:
             if not prefills or not decodes:

@@ -12,7 +12,7 @@ from conftest import SimulatedSystem, simulated
 from splitroll.dispatch.dispatcher import GroupWork
 from splitroll.engines.simulated import LatencyModel, SimulatedLauncher
 from splitroll.errors import GroupFailed, InvalidRequest
-from splitroll.types import Group, Prompt, RouteKind, SamplingParams
+from splitroll.types import Group, Prompt, Role, RouteKind, SamplingParams
 
 SLOW = LatencyModel(step_s=0.004)
 
@@ -20,6 +20,12 @@ SLOW = LatencyModel(step_s=0.004)
 def work(i: int = 0, n: int = 4, tokens: int = 70, max_tokens: int = 8) -> GroupWork:
     prompt = Prompt(f"g{i}", tuple(range(100 + i, 100 + i + tokens)))
     return GroupWork(prompt, n, SamplingParams(max_tokens=max_tokens, ignore_eos=True), seed=i)
+
+
+def kill_and_notice(system: SimulatedSystem, name: str) -> None:
+    engine = system.launcher.engines[name]
+    engine.kill()
+    system.fleet.report_death(engine, "killed by a test")
 
 
 async def run_all(system: SimulatedSystem, count: int, **shape: int) -> list[Group]:
@@ -241,6 +247,35 @@ async def test_a_cancelled_group_frees_everything_at_once() -> None:
         for job in jobs:
             job.cancel()
         await asyncio.gather(*jobs, return_exceptions=True)
+        await assert_idle(system)
+
+
+async def test_no_prompt_is_prefilled_for_decode_engines_that_are_down() -> None:
+    async with simulated("limits.max_restarts=20") as system:
+        for name in ("decode-0", "decode-1"):
+            system.launcher.faults[name].fail_start = 1  # so that they come back only after 1 s
+            kill_and_notice(system, name)
+        groups = await run_all(system, 6)
+        assert {s.route.kind for group in groups for s in group.samples} == {RouteKind.LOCAL}
+        assert {s.route.decode for group in groups for s in group.samples} == {"prefill-0"}
+        assert not system.dispatcher.stats.prefills
+        assert await system.fleet.wait_ready(Role.DECODE, timeout_s=10)
+        await assert_idle(system)
+
+
+async def test_handles_that_fill_prefill_are_given_back_by_decode_engines_to_be_proven() -> None:
+    async with simulated("limits.max_restarts=20", num_blocks=12) as system:
+        (prefill,) = system.fleet.ready(Role.PREFILL)
+        handles = [
+            await system.handoff.prefill(prefill, f"orphan-{i}", tuple(range(i, 70 + i)))
+            for i in range(4)
+        ]
+        for name in ("decode-0", "decode-1"):
+            kill_and_notice(system, name)
+        for handle in handles:
+            system.handoff.give_back(handle)
+        # Sooner than the handles' lease ends.
+        assert await system.fleet.wait_ready(Role.DECODE, timeout_s=2)
         await assert_idle(system)
 
 

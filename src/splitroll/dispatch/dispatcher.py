@@ -188,7 +188,7 @@ class Dispatcher:
         """Yield what to try next: split, then local; then, as long as it is engines that die, local
         again within the time that they have to come back."""
         for _ in range(self._settings.split_attempts):
-            if self._fleet.ready(Role.PREFILL):
+            if self._fleet.ready(Role.PREFILL) and self._fleet.ready(*_DECODERS):
                 yield self._split
         for _ in range(self._settings.local_attempts):
             yield self._local

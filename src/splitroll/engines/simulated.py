@@ -7,6 +7,7 @@ most: pulling a handle whose blocks were freed gives wrong tokens and no error.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 from collections import OrderedDict
@@ -39,6 +40,7 @@ from splitroll.types import Role, derive_seed
 
 VOCAB_SIZE = 4096
 EOS_TOKEN_ID = 2
+_FREED_POLL_S = 0.02
 _EOS_ONE_IN = 997
 """How rarely the simulated model ends by itself."""
 
@@ -251,7 +253,7 @@ class SimulatedEngine(Engine):
     async def release(self, request_id: str, kv: KvParams) -> None:
         await self._answer()
         if (owner := self._fabric.engines.get(kv["remote_engine_id"])) is not None:
-            owner._unpin(kv["remote_request_id"])
+            await owner._unpin(kv["remote_request_id"])
 
     async def load(self) -> EngineLoad:
         await self._answer()
@@ -289,7 +291,10 @@ class SimulatedEngine(Engine):
         try:
             async with self._freed:
                 while not state.aborted and self._held() + blocks > self._info.num_blocks:
-                    await self._freed.wait()
+                    # By time as well: a lease may end, or the engine die, without a notice.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_FREED_POLL_S):
+                            await self._freed.wait()
                     self._check_alive()
         except BaseException:
             await self._free(request.request_id)
@@ -323,9 +328,12 @@ class SimulatedEngine(Engine):
             "tp_size": 1,
         }
 
-    def _unpin(self, request_id: str) -> tuple[int, ...] | None:
+    async def _unpin(self, request_id: str) -> tuple[int, ...] | None:
         self._expire()
-        return self._pinned.pop(request_id, (0.0, None))[1]
+        _, token_ids = self._pinned.pop(request_id, (0.0, None))
+        async with self._freed:
+            self._freed.notify_all()
+        return token_ids
 
     def _expire(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -346,7 +354,7 @@ class SimulatedEngine(Engine):
         try:
             await self._spend(self._latency.pull_s)
         finally:  # an aborted request, too, tells the prefill engine that it is done
-            prompt = owner._unpin(request.kv["remote_request_id"])
+            prompt = await owner._unpin(request.kv["remote_request_id"])
         blocks = math.ceil((len(request.token_ids) - cached) / self._info.block_size)
         self._count(kv_pulls=1, kv_bytes=blocks * self._info.block_bytes)
         if prompt is None or self.faults.corrupt_kv:
@@ -407,12 +415,14 @@ class SimulatedLauncher:
         faults: by engine name; they stay with the name over restarts.
         engines: the present incarnation of each engine.
         launched: how many incarnations there were.
+        lease_s: of the handles of engines launched from now on, as the configuration has it.
     """
 
     def __init__(self, latency: LatencyModel | None = None, **engine_arguments: Any) -> None:
         self.faults: dict[str, Faults] = {}
         self.engines: dict[str, SimulatedEngine] = {}
         self.launched = 0
+        self.lease_s = 30.0
         self._fabric = Fabric()
         self._latency = latency
         self._engine_arguments = engine_arguments
@@ -426,6 +436,7 @@ class SimulatedLauncher:
             engine_id=f"{spec.name}-{generation}",
             latency=self._latency,
             faults=self.faults.setdefault(spec.name, Faults()),
+            lease_s=self.lease_s,
             **self._engine_arguments,
         )
         await engine.start()

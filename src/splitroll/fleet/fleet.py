@@ -128,6 +128,14 @@ class Fleet:
             and (not roles or member.spec.role in roles)
         ]
 
+    def up(self, *roles: Role) -> list[Engine]:
+        """Return the engines that run, whether they serve or are yet to be proven."""
+        return [
+            member.engine
+            for member in self.members.values()
+            if member.engine is not None and (not roles or member.spec.role in roles)
+        ]
+
     async def wait_ready(self, *roles: Role, timeout_s: float) -> bool:
         """Wait until an engine of these roles serves; False when none can, or none does in time."""
 

@@ -77,7 +77,7 @@ class Handoff:
     """Runs the legs of handoffs with one backend.
 
     Args:
-        decoders: returns the engines that are up and can give a handle back, in any order.
+        decoders: returns the engines that run, proven or not, and can give a handle back.
     """
 
     def __init__(
