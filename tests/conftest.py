@@ -24,6 +24,7 @@ from splitroll.fleet.fleet import Fleet
 from splitroll.handoff.legs import Handoff
 from splitroll.placement import Node, place
 from splitroll.rollout import Rollout, open_fleet
+from splitroll.updater import Updater
 from tiny_model import make_tiny_model
 
 
@@ -56,12 +57,18 @@ class SimulatedSystem:
     """A fleet of simulated engines with its handoff and dispatcher."""
 
     def __init__(
-        self, fleet: Fleet, handoff: Handoff, dispatcher: Dispatcher, launcher: SimulatedLauncher
+        self,
+        fleet: Fleet,
+        handoff: Handoff,
+        dispatcher: Dispatcher,
+        launcher: SimulatedLauncher,
+        updater: Updater,
     ) -> None:
         self.fleet = fleet
         self.handoff = handoff
         self.dispatcher = dispatcher
         self.launcher = launcher
+        self.updater = updater
 
     async def held_blocks(self) -> dict[str, int]:
         held = {}
@@ -76,6 +83,7 @@ async def simulated(
     *overrides: str,
     launcher: SimulatedLauncher | None = None,
     latency: LatencyModel | None = None,
+    checkpoint: Path | None = None,
     **engine_arguments: int,
 ) -> AsyncIterator[SimulatedSystem]:
     """Open a simulated fleet; `overrides` as on the command line."""
@@ -96,4 +104,15 @@ async def simulated(
     launcher.lease_s = config.disaggregation.kv_lease_s
     async with open_fleet(config, specs, launcher) as (fleet, handoff):
         dispatcher = Dispatcher(fleet, handoff, config.dispatch, config.limits)
-        yield SimulatedSystem(fleet, handoff, dispatcher, launcher)
+        updater = Updater(
+            fleet,
+            dispatcher,
+            handoff,
+            config.weights,
+            checkpoint=checkpoint or Path("no-checkpoint"),
+            fleet_id="simulated",
+        )
+        try:
+            yield SimulatedSystem(fleet, handoff, dispatcher, launcher, updater)
+        finally:
+            updater.close()

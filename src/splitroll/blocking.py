@@ -15,6 +15,7 @@ from splitroll.config import Config
 from splitroll.prompts import PromptLike
 from splitroll.rollout import Activity, OnError, Rollout
 from splitroll.types import FailedGroup, Group, SamplingParams
+from splitroll.updater import UpdateReport
 
 T = TypeVar("T")
 
@@ -80,6 +81,17 @@ class BlockingRollout:
                 yield group
         finally:
             self._wait(_close(stream))
+
+    @property
+    def weight_version(self) -> int:
+        """See `Rollout.weight_version`."""
+        return self._open().weight_version
+
+    def update_weights(
+        self, weights: Any, version: int | None = None, *, partial: bool = False
+    ) -> UpdateReport:
+        """See `Rollout.update_weights`."""
+        return self._wait(self._open().update_weights(weights, version, partial=partial))
 
     def activity(self) -> Activity:
         """Return what the fleet has done so far."""

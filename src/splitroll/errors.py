@@ -6,7 +6,9 @@ SplitrollError
 ├── FleetError            the fleet as a whole cannot start or go on
 │   ├── EngineStartError  an engine did not come up
 │   ├── EngineDied        an engine that was up is gone
-│   └── ProofError        a prefill/decode pair does not hand off KV correctly
+│   ├── ProofError        a prefill/decode pair does not hand off KV correctly
+│   ├── WeightUpdateFailed  an update did not reach every engine; the fleet is consistent
+│   └── FleetFenced       an update failed, and nothing serves until one succeeds
 ├── LegError              one prefill or decode leg failed; the engine itself lives
 │   ├── LegTimeout        it exceeded its limit
 │   ├── KvLoadFailed      decode could not load the KV that prefill offered
@@ -108,6 +110,39 @@ class ProofError(FleetError):
     def __init__(self, message: str, proofs: Sequence[Any] = ()) -> None:
         self.proofs = tuple(proofs)
         super().__init__(message)
+
+
+class WeightUpdateFailed(FleetError):
+    """A weight update failed.
+
+    Attributes:
+        version: that was not published.
+        serving: the version that the fleet serves, None when it is fenced.
+        causes: what went wrong, each naming the engine, the phase, the parameter if one was at
+            fault, and the cause.
+    """
+
+    def __init__(self, version: int, serving: int | None, causes: Sequence[str]) -> None:
+        self.version = version
+        self.serving = serving
+        self.causes = tuple(causes)
+        now = (
+            "the fleet is fenced: push weights again"
+            if serving is None
+            else f"the fleet serves version {serving}"
+        )
+        super().__init__(f"weight version {version} failed: {'; '.join(self.causes)}; {now}")
+
+    def __reduce__(self) -> tuple[type[WeightUpdateFailed], tuple[int, int | None, Any]]:
+        return type(self), (self.version, self.serving, self.causes)
+
+
+class FleetFenced(FleetError):
+    """A weight update failed with `weights.on_failure: fence`; push weights again."""
+
+    def __init__(self, cause: str) -> None:
+        self.cause = cause
+        super().__init__(f"the fleet is fenced since a weight update failed: {cause}")
 
 
 class LegError(SplitrollError):

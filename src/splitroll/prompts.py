@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from splitroll.errors import InvalidRequest, Problem
-from splitroll.types import Prompt
+from splitroll.types import Group, Prompt
 
-PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt | Mapping[str, Any]
-"""A text, token ids, chat messages, a Prompt, or a mapping as in a prompts file."""
+PromptLike = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt | Group | Mapping[str, Any]
+"""A text, token ids, chat messages, a Prompt, a mapping as in a prompts file, or a Group to go on
+with."""
 
 _FORMS = ("prompt", "messages", "prompt_token_ids")
 
@@ -48,6 +49,8 @@ def read_prompt(given: PromptLike, index: int, tokenizer: Tokenizer) -> Prompt:
     """
     if isinstance(given, Prompt):
         return given
+    if isinstance(given, Group):
+        return given.prompt
     if isinstance(given, str):
         return Prompt(str(index), tokenizer.encode(given), text=given)
     if isinstance(given, Mapping):

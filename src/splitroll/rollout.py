@@ -25,7 +25,16 @@ from splitroll.handoff.legs import Handoff, LegLimits
 from splitroll.model import ModelFacts
 from splitroll.placement import EngineSpec, check_devices, place
 from splitroll.prompts import PromptLike, Tokenizer, read_prompt
-from splitroll.types import FailedGroup, Group, Prompt, Role, SamplingParams, derive_seed
+from splitroll.types import (
+    FailedGroup,
+    Group,
+    Prompt,
+    Role,
+    Sample,
+    SamplingParams,
+    derive_seed,
+)
+from splitroll.updater import Updater, UpdateReport
 
 _VOCAB_FOR_PROOF = 4096
 """The proof's prompt uses low token ids only, which every model has."""
@@ -76,12 +85,14 @@ class Rollout:
         config: Config,
         facts: ModelFacts,
         fleet: Fleet,
-        handoff: Handoff,
+        dispatcher: Dispatcher,
+        updater: Updater,
     ) -> None:
         self.config = config
         self.facts = facts
         self.fleet = fleet
-        self._dispatcher = Dispatcher(fleet, handoff, config.dispatch, config.limits)
+        self._dispatcher = dispatcher
+        self._updater = updater
         self._tokenizer = Tokenizer(facts.path)
         self._max_model_len = max_model_len(config, facts)
 
@@ -120,9 +131,19 @@ class Rollout:
             eventful = False
             try:
                 async with open_fleet(config, specs, launcher, on_state) as (fleet, handoff):
+                    dispatcher = Dispatcher(fleet, handoff, config.dispatch, config.limits)
+                    updater = Updater(
+                        fleet,
+                        dispatcher,
+                        handoff,
+                        config.weights,
+                        checkpoint=Path(facts.path),
+                        fleet_id=launcher.fleet_id,
+                    )
                     try:
-                        yield cls(config, facts, fleet, handoff)
+                        yield cls(config, facts, fleet, dispatcher, updater)
                     finally:
+                        updater.close()
                         eventful = any(member.restarts for member in fleet.members.values())
             except FleetError:
                 eventful = True  # its logs are wanted
@@ -145,6 +166,8 @@ class Rollout:
             prompts: texts, lists of token ids, chat messages, `Prompt`s, or mappings with one of
                 "prompt", "messages", "prompt_token_ids" and, optionally, "id". Without ids,
                 prompts are numbered "0", "1", .... All are read before the first is generated.
+                A `Group` that a weight update ended early is continued: its samples keep their
+                tokens, their number and their seeds; `sampling` counts what they have.
             n: samples per prompt, each with a seed of its own.
             sampling: how to sample; the defaults if None.
             on_error: "raise" ends everything at the first group that cannot be completed;
@@ -192,6 +215,32 @@ class Rollout:
             max_model_len=self._max_model_len,
             vocab_size=self.facts.vocab_size,
         )
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that the fleet serves; 0 are those of the model's checkpoint."""
+        return self.fleet.weight_version
+
+    async def update_weights(
+        self, weights: Any, version: int | None = None, *, partial: bool = False
+    ) -> UpdateReport:
+        """Give every engine the trainer's weights, all or none; see `weights` in the configuration.
+
+        Work that is being generated meanwhile is treated as `weights.in_flight` says; work that
+        waits is generated with the new weights. The tensors are read until this returns.
+
+        Args:
+            weights: a module (plain, FSDP, DDP, or a PeftModel, whose adapter is sent merged), a
+                state dict, or an iterable of (name, tensor), with the checkpoint's names.
+            version: of these weights, above the present one; one more than it if None.
+            partial: some parameters only; the others stay as they are.
+
+        Raises:
+            ConfigError: with every difference between these weights and the engines', before
+                anything is changed; or when an update is under way.
+            WeightUpdateFailed: naming the engine, the parameter and the cause.
+        """
+        return await self._updater.update(weights, version, partial=partial)
 
     async def activity(self) -> Activity:
         """Return what the fleet has done so far."""
@@ -260,7 +309,12 @@ def plan_groups(
         if (problem := _length_problem(prompt, sampling, max_model_len)) is not None:
             problems.append(problem)
         problems += _vocabulary_problems(f"prompt {prompt.id}", prompt.token_ids, vocab_size)
-        works.append(GroupWork(prompt, n, sampling, derive_seed(seed, prompt.id)))
+        begun: Mapping[int, Sample] = {}
+        if isinstance(given, Group):
+            begun = {sample.sample: sample for sample in given.samples}
+            problems += _continuation_problems(given, sampling)
+        count = len(begun) or n
+        works.append(GroupWork(prompt, count, sampling, derive_seed(seed, prompt.id), begun))
     for prompt_id, count in Counter(work.prompt.id for work in works).items():
         if count > 1:
             hint = "samples are told apart by it: give each prompt its own"
@@ -268,6 +322,20 @@ def plan_groups(
     if problems:
         raise InvalidRequest(problems)
     return works
+
+
+def _continuation_problems(group: Group, sampling: SamplingParams) -> list[Problem]:
+    unfinished = [s for s in group.samples if s.finish_reason == "abort"]
+    path = f"prompt {group.id}"
+    if not unfinished:
+        hint = "leave it out, or give its prompt to generate it anew"
+        return [Problem(path, "a group that is complete", "one with unfinished samples", hint)]
+    longest = max(len(sample.token_ids) for sample in unfinished)
+    if longest < sampling.max_tokens:
+        return []
+    found = f"a sample of {longest} tokens to be continued"
+    allowed = f"fewer than max_tokens, which is {sampling.max_tokens}"
+    return [Problem(path, found, allowed, "raise max_tokens")]
 
 
 def _length_problem(prompt: Prompt, sampling: SamplingParams, max_model_len: int) -> Problem | None:
@@ -311,7 +379,7 @@ async def open_fleet(
                 return []
             info = decodes[0].info
             prompt = proof_prompt(_VOCAB_FOR_PROOF, info.block_size, info.max_model_len)
-            return await prove_pairs(handoffs[0], prefills, decodes, prompt)
+            return await prove_pairs(handoffs[0], prefills, decodes, prompt, fleet.weight_version)
 
         return prove
 

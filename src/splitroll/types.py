@@ -182,16 +182,29 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a sample, all computed by weights of one version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
-    """One complete sample of a group.
+    """One sample of a group.
 
     Attributes:
         id: the prompt's id.
         sample: index in the group, from 0.
         logprobs: one per token of `token_ids`, natural logarithm, of the distribution that
             the token was drawn from: after penalties, temperature, top-k, top-p and min-p.
-        finish_reason: "stop" (EOS, a stop string or a stop token) or "length" (truncated).
-        weight_version: of the weights that prefilled and decoded it.
+        finish_reason: "stop" (EOS, a stop string or a stop token), "length" (truncated), or
+            "abort": a weight update ended it early (`weights.in_flight: abort`); give its group
+            to `generate` again to continue it.
+        weight_version: of the weights that computed its last token.
+        prefill_version: of the weights that computed its prompt's KV for its first token.
+        weight_versions: of the weights that computed each of its tokens, as spans in order.
         score: what the task gave it, None where no task scored it.
     """
 
@@ -204,6 +217,8 @@ class Sample:
     finish_reason: str
     seed: int
     weight_version: int
+    prefill_version: int
+    weight_versions: tuple[VersionSpan, ...]
     route: Route
     timing: Timing
     score: float | None = None
@@ -213,6 +228,7 @@ class Sample:
         row = {f.name: getattr(self, f.name) for f in fields(self)}
         row["route"] = {**asdict(self.route), "kind": self.route.kind.value}
         row["timing"] = {k: round(v, 6) for k, v in asdict(self.timing).items()}
+        row["weight_versions"] = [asdict(span) for span in self.weight_versions]
         if self.score is None:
             del row["score"]
         return row
@@ -231,6 +247,11 @@ class Group:
     @property
     def id(self) -> str:
         return self.prompt.id
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every sample ended by itself; see `Sample.finish_reason`."""
+        return all(sample.finish_reason != "abort" for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True)

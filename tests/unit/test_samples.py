@@ -10,7 +10,16 @@ import pytest
 from splitroll.dispatch.dispatcher import GroupWork
 from splitroll.errors import ConfigError
 from splitroll.samples import SampleFile, run_fingerprint
-from splitroll.types import Group, Prompt, Route, RouteKind, Sample, SamplingParams, Timing
+from splitroll.types import (
+    Group,
+    Prompt,
+    Route,
+    RouteKind,
+    Sample,
+    SamplingParams,
+    Timing,
+    VersionSpan,
+)
 
 
 def group(prompt_id: str, n: int = 2) -> Group:
@@ -25,6 +34,8 @@ def group(prompt_id: str, n: int = 2) -> Group:
             finish_reason="length",
             seed=i,
             weight_version=0,
+            prefill_version=0,
+            weight_versions=(VersionSpan(0, 0, 2),),
             route=Route(RouteKind.LOCAL, "e", "e"),
             timing=Timing(0, 0, 0, 0),
         )

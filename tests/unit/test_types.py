@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from splitroll import errors
 from splitroll.errors import InvalidRequest, Problem
-from splitroll.types import Route, RouteKind, Sample, SamplingParams, Timing, derive_seed
+from splitroll.types import (
+    Route,
+    RouteKind,
+    Sample,
+    SamplingParams,
+    Timing,
+    VersionSpan,
+    derive_seed,
+)
 
 
 @pytest.mark.parametrize(
@@ -71,14 +79,16 @@ def test_a_samples_line_has_these_fields() -> None:
         logprobs=(-0.5,),
         finish_reason="stop",
         seed=7,
-        weight_version=0,
+        weight_version=4,
+        prefill_version=3,
+        weight_versions=(VersionSpan(4, 0, 1),),
         route=Route(RouteKind.SHARED, "prefill-0", "decode-1"),
         timing=Timing(0.1, 0.2, 0.3, 0.4),
     )
     row = json.loads(json.dumps(sample.to_json()))
     assert list(row) == [
         "id", "sample", "prompt_token_ids", "token_ids", "text", "logprobs", "finish_reason",
-        "seed", "weight_version", "route", "timing",
+        "seed", "weight_version", "prefill_version", "weight_versions", "route", "timing",
     ]  # fmt: skip
     assert row["route"] == {"kind": "shared", "prefill": "prefill-0", "decode": "decode-1"}
     assert set(row["timing"]) == {"queued_s", "prefill_s", "transfer_s", "decode_s"}

@@ -27,6 +27,7 @@ _OWNED = {
     "generation_config": "sampling parameters come with each call, never from the model's files",
     "enable_prefix_caching": "groups share their prompt through it; it is always on",
     "disable_log_stats": "the summary is made from them",
+    "weight_transfer_config": "set weights.transport",
     "max_logprobs": "the start-up proof asks for the 5 most likely tokens",
 }
 """Engine arguments that splitroll sets itself, with what to do instead."""
@@ -61,6 +62,7 @@ def check_config(config: Config, facts: ModelFacts) -> None:
         *_match_problems(config),
         *_length_problems(config, facts),
         *_group_problems(config),
+        *_weight_problems(config),
     ]
     if problems:
         raise ConfigError(problems)
@@ -119,6 +121,28 @@ def _lease_problems(config: Config) -> Iterator[Problem]:
             "'nixl'",
             "the Mooncake backend is not available in this version; use nixl",
         )
+
+
+def _weight_problems(config: Config) -> Iterator[Problem]:
+    weights = config.weights
+    if weights.transport == "disk" and weights.path is None:
+        hint = "name a folder that every node sees"
+        yield Problem("weights.path", "null", "a folder, with transport disk", hint)
+    if weights.transport == "shm" and weights.path is not None:
+        hint = "leave it out, or set weights.transport to disk"
+        yield Problem("weights.path", repr(weights.path), "null, with transport shm", hint)
+    if weights.transport in ("nccl", "ipc"):
+        if config.devices.kind == "cpu":
+            hint = "use shm or disk"
+            allowed = "shm or disk, with devices.kind cpu"
+            yield Problem("weights.transport", repr(weights.transport), allowed, hint)
+        if weights.on_failure == "rollback" and weights.path is None:
+            yield Problem(
+                "weights.on_failure",
+                "'rollback'",
+                f"'fence', with transport {weights.transport} and no weights.path",
+                "GPU memory keeps no old version: set weights.path to keep one in files, or fence",
+            )
 
 
 def _parallel_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:

@@ -61,6 +61,30 @@ class Dispatch(Section):
     """Groups of one call that are under way or wait for engines; the others wait for these."""
 
 
+class Weights(Section):
+    """How the engines' weights follow the trainer's."""
+
+    transport: Literal["shm", "disk", "nccl", "ipc"] = "shm"
+    """shm: shared memory of this host; disk: files on a path that all nodes see; nccl and ipc:
+    vLLM's own, between GPUs."""
+    path: str | None = None
+    """disk: the folder for the files of the version that serves. nccl and ipc: the same, as what
+    restarted engines load and failed updates go back to."""
+    in_flight: Literal["drain", "abort", "keep"] = "drain"
+    """What an update does to samples that are being generated. drain: waits for them. abort:
+    returns them as far as they are. keep: goes on with them under the new weights, with all KV
+    computed again."""
+    on_failure: Literal["rollback", "fence"] = "rollback"
+    """After an update that failed on some engine: all engines load the old version again, or
+    nothing serves until another update succeeds."""
+    verify: Literal["none", "sample", "full"] = "none"
+    """Checksums, per parameter, of what the trainer sent and every engine received."""
+    bucket_bytes: int = Field(32 * 1024**2, ge=1)
+    """Parameters are written, and loaded, in buckets of about this size."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Longest time that any phase of an update may take."""
+
+
 class Ray(Section):
     """The Ray cluster to run in."""
 
@@ -108,6 +132,7 @@ class Config(Section):
     disaggregation: Disaggregation = Disaggregation()
     colocated: Colocated = Colocated()
     dispatch: Dispatch = Dispatch()
+    weights: Weights = Weights()
     ray: Ray = Ray()
     devices: Devices = Devices()
     limits: Limits = Limits()

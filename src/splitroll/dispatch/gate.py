@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
 
 
 class WeightedGate:
@@ -67,3 +67,45 @@ class WeightedGate:
             self._waiting.popleft()
             self._held += weight
             future.set_result(None)
+
+
+class Turnstile:
+    """Lets work in while it is open, and tells when all that was inside has left."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
+    async def opened(self) -> None:
+        """Return when it is open."""
+        await self._open.wait()
+
+    @contextlib.contextmanager
+    def inside(self) -> Generator[None, None, None]:
+        """Count as inside; enter only while it is open."""
+        self._inside += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self._empty.set()
+
+    def shut(self) -> None:
+        """Let nobody in; those inside go on."""
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def empty(self) -> None:
+        """Return when nobody is inside."""
+        await self._empty.wait()

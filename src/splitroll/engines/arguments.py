@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from splitroll.config.schema import Config
-from splitroll.engines.process import ENGINE_ENV
+from splitroll.engines.process import ENGINE_ENV, WEIGHT_TRANSFER
 from splitroll.model import ModelFacts
 from splitroll.placement import EngineSpec
 from splitroll.types import Role
@@ -18,6 +18,7 @@ _COMMON: dict[str, Any] = {
     # Sampling comes with each request, never from the model's generation_config.json.
     "generation_config": "vllm",
     "enable_prefix_caching": True,
+    "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
     "disable_log_stats": False,
 }
 

@@ -19,6 +19,9 @@ from typing import Any
 ENGINE_ENV = "SPLITROLL_ENGINE"
 """Set to the engine's name in all processes of an engine of ours."""
 
+WEIGHT_TRANSFER = "splitroll"
+"""Name of our weight-transfer engine in vLLM's registry."""
+
 PROGRESS_DELAY_US = 2000
 """Pause between two polls of NIXL's progress thread; 0, its default, burns a core when idle."""
 
@@ -35,6 +38,7 @@ def install() -> None:
     _die_with_parent()
     _exit_directly()
     _add_utilities()
+    _offer_weight_transfer()
     _hold_side_channel_port()
 
     from vllm.platforms import current_platform
@@ -80,13 +84,15 @@ def _add_utilities() -> None:
         pids = [os.getpid(), *(pid for pid in children if pid is not None)]
         return cache.num_blocks - 1, spec.block_size, rank_bytes * ranks, kv_dtype, pids
 
-    def splitroll_load(core: Any) -> tuple[int, int, int]:
+    def splitroll_load(core: Any) -> tuple[int, int, int, int]:
         scheduler = core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
         # One block of the pool is the null block, which is never free.
         held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
         running, waiting = scheduler.get_request_counts()
-        return running, waiting, held
+        # Finished here, but their KV is kept for others to pull.
+        pinned = sum(request.is_finished() for request in scheduler.requests.values())
+        return running, waiting, held, pinned
 
     def splitroll_abort(core: Any, request_ids: list[str]) -> list[str]:
         aborted = core.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
@@ -95,6 +101,22 @@ def _add_utilities() -> None:
     EngineCore.splitroll_abort = splitroll_abort
     EngineCore.splitroll_describe = splitroll_describe
     EngineCore.splitroll_load = splitroll_load
+
+
+def _offer_weight_transfer() -> None:
+    """Register our weight-transfer engine, and let its workers tell what they loaded."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    WeightTransferEngineFactory.register_engine(
+        WEIGHT_TRANSFER, "splitroll.engines.weight_loader", "OfferedWeights"
+    )
+
+    def splitroll_loaded(worker: Any) -> tuple[float, dict[str, str]]:
+        engine = worker.weight_transfer_engine
+        return engine.seconds, engine.checksums
+
+    WorkerBase.splitroll_loaded = splitroll_loaded
 
 
 def _hold_side_channel_port() -> None:

@@ -16,7 +16,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from splitroll.types import Role, SamplingParams
+from splitroll.types import Role, SamplingParams, VersionSpan
+from splitroll.weights.offer import LoadedWeights, WeightOffer
 
 KvParams = Mapping[str, Any]
 """What a KV connector passes between a prefill and a decode request, opaque to everyone else."""
@@ -79,9 +80,11 @@ class FirstToken:
 
     Attributes:
         cached_tokens: prompt tokens that were not computed here: pulled, or in the prefix cache.
+        weight_version: of the weights that computed it.
     """
 
     cached_tokens: int
+    weight_version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class DecodeOutput:
         wait_s: from arrival until the prompt's KV was there or could be computed.
         prefill_s: from then to the first token.
         decode_s: from the first token to the last.
+        weight_versions: of the weights that computed each token; empty only without tokens.
         first_top_logprobs: token id to log-probability at the first position, if asked for.
     """
 
@@ -106,7 +110,7 @@ class DecodeOutput:
     wait_s: float
     prefill_s: float
     decode_s: float
-    weight_version: int
+    weight_versions: tuple[VersionSpan, ...]
     first_top_logprobs: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -145,11 +149,13 @@ class EngineLoad:
 
     Attributes:
         held_blocks: KV blocks in use, by requests or by handles; cached free blocks not counted.
+        pinned: prompts whose KV is held for a decode engine to pull.
     """
 
     running: int
     waiting: int
     held_blocks: int
+    pinned: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +233,37 @@ class ControlPlane(Protocol):
 
     async def counters(self) -> EngineCounters: ...
 
-    async def reset_prefix_cache(self) -> bool:
-        """Drop the prefix cache; False when the engine refused since blocks are in use."""
+    async def reset_prefix_cache(self, *, preempt: bool = False) -> bool:
+        """Drop the prefix cache; False when the engine refused since blocks are in use.
+
+        Args:
+            preempt: of a paused engine: drop the KV of running requests too; they are computed
+                again, from their first token, when it resumes.
+        """
+        ...
+
+    async def pause(self, *, abort: bool = False) -> None:
+        """Return when nothing is computed any more. Requests are kept, new ones queued; with
+        `abort`, those that are here end with what they have, reason "abort"."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on; does nothing on an engine that is not paused."""
+        ...
+
+    async def load_weights(self, offer: WeightOffer) -> LoadedWeights:
+        """Load weights into a paused engine. Its caches are not touched, nor its version.
+
+        May be called again after it failed.
+
+        Raises:
+            LegError: naming the parameter, if one was at fault; the engine then holds neither
+                the old nor the new weights.
+        """
+        ...
+
+    async def set_weight_version(self, version: int) -> None:
+        """Stamp whatever is computed from now on."""
         ...
 
     async def close(self) -> None:

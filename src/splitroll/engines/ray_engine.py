@@ -30,6 +30,7 @@ from splitroll.engines.protocol import (
 )
 from splitroll.errors import EngineDied, EngineStartError, LegError, SplitrollError
 from splitroll.placement import EngineSpec
+from splitroll.weights.offer import LoadedWeights, WeightOffer
 
 T = TypeVar("T")
 
@@ -86,8 +87,20 @@ class EngineActor:
     async def counters(self) -> EngineCounters:
         return await self._engine.counters()
 
-    async def reset_prefix_cache(self) -> bool:
-        return await self._engine.reset_prefix_cache()
+    async def reset_prefix_cache(self, preempt: bool) -> bool:
+        return await self._engine.reset_prefix_cache(preempt=preempt)
+
+    async def pause(self, abort: bool) -> None:
+        await self._engine.pause(abort=abort)
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    async def load_weights(self, offer: WeightOffer) -> LoadedWeights:
+        return await self._engine.load_weights(offer)
+
+    async def set_weight_version(self, version: int) -> None:
+        await self._engine.set_weight_version(version)
 
     async def close(self) -> None:
         await self._engine.close()
@@ -163,8 +176,20 @@ class RayEngine(Engine):
     async def counters(self) -> EngineCounters:
         return await self._call(self._actor.counters.remote())
 
-    async def reset_prefix_cache(self) -> bool:
-        return await self._call(self._actor.reset_prefix_cache.remote())
+    async def reset_prefix_cache(self, *, preempt: bool = False) -> bool:
+        return await self._call(self._actor.reset_prefix_cache.remote(preempt))
+
+    async def pause(self, *, abort: bool = False) -> None:
+        await self._call(self._actor.pause.remote(abort))
+
+    async def resume(self) -> None:
+        await self._call(self._actor.resume.remote())
+
+    async def load_weights(self, offer: WeightOffer) -> LoadedWeights:
+        return await self._call(self._actor.load_weights.remote(offer))
+
+    async def set_weight_version(self, version: int) -> None:
+        await self._call(self._actor.set_weight_version.remote(version))
 
     async def close(self) -> None:
         try:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import math
 import os
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from splitroll.engines.protocol import (
@@ -36,7 +38,9 @@ from splitroll.errors import (
     Problem,
 )
 from splitroll.placement import EngineSpec
-from splitroll.types import Role, derive_seed
+from splitroll.types import Role, VersionSpan, derive_seed
+from splitroll.weights.offer import LoadedWeights, WeightOffer
+from splitroll.weights.segment import Segment
 
 VOCAB_SIZE = 4096
 EOS_TOKEN_ID = 2
@@ -69,6 +73,13 @@ class Faults:
     ignore_kv: bool = False
     """Decode ignores handles and computes prompts itself: PD is silently off."""
     corrupt_kv: bool = False
+    fail_loads: int = 0
+    """Weight updates that fail at `fail_parameter`, half-way."""
+    fail_parameter: str = "w0"
+    refuse_resets: int = 0
+    die_at: str = ""
+    """Control call at which it dies: pause, load, reset, publish or resume."""
+    hang_at: str = ""
     forget_prefixes: bool = False
     """The prefix cache holds nothing: siblings find no KV to share."""
     hang: bool = False
@@ -88,6 +99,16 @@ class _Running:
 
     blocks: int
     aborted: bool = False
+    weights: str = ""
+    """Digest of the weights that computed its KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kv:
+    """What computed KV stands for: a prompt, and the digest of the weights."""
+
+    token_ids: tuple[int, ...]
+    weights: str
 
 
 class SimulatedEngine(Engine):
@@ -135,8 +156,13 @@ class SimulatedEngine(Engine):
         self._lease_s = lease_s
         self._counters = EngineCounters()
         self._running: dict[str, _Running] = {}
-        self._pinned: dict[str, tuple[float, tuple[int, ...]]] = {}
-        self._cache: OrderedDict[int, None] = OrderedDict()
+        self._pinned: dict[str, tuple[float, _Kv]] = {}
+        self._cache: OrderedDict[int, str] = OrderedDict()
+        """Block hash to the digest of the weights that computed the block."""
+        self._weights = ""
+        """Digest of the weights; every token depends on it."""
+        self._running_on = asyncio.Event()
+        self._running_on.set()
         self._freed = asyncio.Condition()
         self._dead = asyncio.Event()
 
@@ -171,14 +197,14 @@ class SimulatedEngine(Engine):
             if self.faults.fail_prefills:
                 self.faults.fail_prefills -= 1
                 raise LegError(self._info.name, "simulated fault in prefill")
-            cached = self._lookup(request)
+            cached = self._lookup(request, state)
             computed = len(request.token_ids) - cached
             await self._spend(computed * self._latency.prefill_token_s)
             if state.aborted:
                 raise LegError(self._info.name, "prefill ended with abort")
-            self._store(request)
+            self._store(request, state)
             self._count(computed_tokens=computed, cache_hit_tokens=cached, generated_tokens=1)
-            handle = None if self.faults.lose_handles else self._pin(request)
+            handle = None if self.faults.lose_handles else self._pin(request, state)
         finally:
             await self._free(request.request_id)
         return PrefillOutput(
@@ -203,25 +229,29 @@ class SimulatedEngine(Engine):
             if self.faults.fail_decodes:
                 self.faults.fail_decodes -= 1
                 raise LegError(self._info.name, "simulated fault in decode")
-            cached = self._lookup(request)
-            prompt, pulled = await self._pull(request, cached)
+            cached = self._lookup(request, state)
+            prompt, pulled = await self._pull(request, cached, state)
             scheduled = loop.time()
             computed = len(request.token_ids) - cached - pulled
             await self._spend((computed + 1) * self._latency.prefill_token_s)
             self._count(computed_tokens=computed, cache_hit_tokens=cached, pulled_tokens=pulled)
-            self._store(request)
+            self._store(request, state)
             token_ids: list[int] = []
             logprobs: list[float] = []
+            versions: list[int] = []
             reason = "abort" if state.aborted else None
             first = last = loop.time()
             while reason is None:
-                token, logprob = _next_token(prompt, token_ids, request)
+                # KV of other weights than the engine's gives other tokens, and no error.
+                model = (self._weights, "" if state.weights == self._weights else state.weights)
+                token, logprob = _next_token(model, prompt, token_ids, request)
                 token_ids.append(token)
                 logprobs.append(logprob)
+                versions.append(self._weight_version)
                 self._count(generated_tokens=1)
                 reason = _finish_reason(request, token_ids)
                 if reason is None and len(token_ids) == 1:
-                    yield FirstToken(cached_tokens=cached + pulled)
+                    yield FirstToken(cached + pulled, self._weight_version)
                 if reason is None:
                     await self._step()
                     reason = "abort" if state.aborted else None
@@ -235,8 +265,8 @@ class SimulatedEngine(Engine):
                 wait_s=scheduled - begun,
                 prefill_s=first - scheduled,
                 decode_s=last - first,
-                weight_version=self._weight_version,
-                first_top_logprobs=_top(prompt, request),
+                weight_versions=version_spans(versions),
+                first_top_logprobs=_top((self._weights, ""), prompt, request),
             )
         finally:
             await self._free(request.request_id)
@@ -257,7 +287,7 @@ class SimulatedEngine(Engine):
 
     async def load(self) -> EngineLoad:
         await self._answer()
-        return EngineLoad(running=len(self._running), waiting=0, held_blocks=self._held())
+        return EngineLoad(len(self._running), 0, self._held(), pinned=len(self._pinned))
 
     async def health(self) -> None:
         await self._answer()
@@ -266,12 +296,61 @@ class SimulatedEngine(Engine):
         await self._answer()
         return self._counters
 
-    async def reset_prefix_cache(self) -> bool:
-        await self._answer()
-        if self._held():
+    async def reset_prefix_cache(self, *, preempt: bool = False) -> bool:
+        await self._control("reset")
+        if self.faults.refuse_resets:
+            self.faults.refuse_resets -= 1
             return False
+        if self._pinned or (self._held() and not preempt):
+            return False
+        for state in self._running.values():
+            state.weights = self._weights  # computed again when it resumes
         self._cache.clear()
         return True
+
+    async def pause(self, *, abort: bool = False) -> None:
+        await self._control("pause")
+        if abort:
+            await self.abort(list(self._running))
+        self._running_on.clear()
+
+    async def resume(self) -> None:
+        await self._control("resume")
+        self._running_on.set()
+
+    async def load_weights(self, offer: WeightOffer) -> LoadedWeights:
+        begun = asyncio.get_running_loop().time()
+        await self._control("load")
+        try:
+            checksums, self._weights = await asyncio.to_thread(self._read, offer)
+        except RuntimeError as exc:
+            self._weights = f"broken by {offer}"
+            raise LegError(self._info.name, str(exc)) from exc
+        await self._answer()
+        return LoadedWeights(asyncio.get_running_loop().time() - begun, (checksums,))
+
+    async def set_weight_version(self, version: int) -> None:
+        await self._control("publish")
+        self._weight_version = version
+
+    def _read(self, offer: WeightOffer) -> tuple[dict[str, str], str]:
+        """Read an offer to its end; returns the checksums asked for and a digest of all of it."""
+        whole = []
+        for name, data in _named_bytes(offer):
+            if self.faults.fail_loads and name == self.faults.fail_parameter:
+                self.faults.fail_loads -= 1
+                raise RuntimeError(f"parameter {name}: simulated fault while loading")
+            whole.append((name, hashlib.sha256(data).hexdigest()))
+        digest = hashlib.sha256(repr(sorted(whole)).encode()).hexdigest()
+        return {name: sum_ for name, sum_ in whole if name in offer.checksum}, digest
+
+    async def _control(self, call: str) -> None:
+        if self.faults.die_at == call:
+            self.faults.die_at = ""
+            self.kill()
+        if self.faults.hang_at == call:
+            await self._dead.wait()
+        await self._answer()
 
     async def close(self) -> None:
         self.kill()
@@ -285,7 +364,7 @@ class SimulatedEngine(Engine):
         if tokens > self._info.max_model_len:
             allowed = f"at most {self._info.max_model_len} tokens"
             raise InvalidRequest([Problem("request", f"{tokens} tokens", allowed, "shorten it")])
-        state = _Running(blocks=0)
+        state = _Running(blocks=0, weights=self._weights)
         self._running[request.request_id] = state
         blocks = math.ceil(tokens / self._info.block_size)
         try:
@@ -310,12 +389,12 @@ class SimulatedEngine(Engine):
     def _held(self) -> int:
         self._expire()
         size = self._info.block_size
-        pinned = sum(math.ceil(len(tokens) / size) for _, tokens in self._pinned.values())
+        pinned = sum(math.ceil(len(kv.token_ids) / size) for _, kv in self._pinned.values())
         return pinned + sum(state.blocks for state in self._running.values())
 
-    def _pin(self, request: PrefillRequest) -> KvParams:
+    def _pin(self, request: PrefillRequest, state: _Running) -> KvParams:
         expires = asyncio.get_running_loop().time() + self._lease_s
-        self._pinned[request.request_id] = (expires, request.token_ids)
+        self._pinned[request.request_id] = (expires, _Kv(request.token_ids, state.weights))
         blocks = math.ceil(len(request.token_ids) / self._info.block_size)
         return {
             "do_remote_prefill": True,
@@ -328,12 +407,12 @@ class SimulatedEngine(Engine):
             "tp_size": 1,
         }
 
-    async def _unpin(self, request_id: str) -> tuple[int, ...] | None:
+    async def _unpin(self, request_id: str) -> _Kv | None:
         self._expire()
-        _, token_ids = self._pinned.pop(request_id, (0.0, None))
+        _, kv = self._pinned.pop(request_id, (0.0, None))
         async with self._freed:
             self._freed.notify_all()
-        return token_ids
+        return kv
 
     def _expire(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -341,7 +420,9 @@ class SimulatedEngine(Engine):
             del self._pinned[request_id]
             self._count(kv_expired=1)
 
-    async def _pull(self, request: DecodeRequest, cached: int) -> tuple[tuple[int, ...], int]:
+    async def _pull(
+        self, request: DecodeRequest, cached: int, state: _Running
+    ) -> tuple[tuple[int, ...], int]:
         """Return the prompt that the loaded KV stands for, and how many tokens were pulled."""
         if request.kv is None or self.faults.ignore_kv:
             return request.token_ids, 0
@@ -354,30 +435,34 @@ class SimulatedEngine(Engine):
         try:
             await self._spend(self._latency.pull_s)
         finally:  # an aborted request, too, tells the prefill engine that it is done
-            prompt = await owner._unpin(request.kv["remote_request_id"])
+            kv = await owner._unpin(request.kv["remote_request_id"])
         blocks = math.ceil((len(request.token_ids) - cached) / self._info.block_size)
         self._count(kv_pulls=1, kv_bytes=blocks * self._info.block_bytes)
-        if prompt is None or self.faults.corrupt_kv:
-            prompt = (0, *request.token_ids[1:])  # somebody else's KV, and no error
-        return prompt, len(request.token_ids) - cached
+        if kv is None or self.faults.corrupt_kv:
+            kv = _Kv((0, *request.token_ids[1:]), state.weights)  # somebody else's, and no error
+        if kv.weights != self._weights:
+            state.weights = kv.weights
+        return kv.token_ids, len(request.token_ids) - cached
 
-    def _lookup(self, request: PrefillRequest | DecodeRequest) -> int:
+    def _lookup(self, request: PrefillRequest | DecodeRequest, state: _Running) -> int:
         """Return how many prompt tokens the prefix cache holds; never the whole prompt."""
         cached = 0
         if self.faults.forget_prefixes:
             return 0
         for block in self._block_hashes(request):
-            if block not in self._cache:
+            if (weights := self._cache.get(block)) is None:
                 break
+            if weights != self._weights:
+                state.weights = weights
             self._cache.move_to_end(block)
             cached += self._info.block_size
         return min(
             cached, (len(request.token_ids) - 1) // self._info.block_size * self._info.block_size
         )
 
-    def _store(self, request: PrefillRequest | DecodeRequest) -> None:
+    def _store(self, request: PrefillRequest | DecodeRequest, state: _Running) -> None:
         for block in self._block_hashes(request):
-            self._cache[block] = None
+            self._cache[block] = state.weights
         while len(self._cache) > self._info.num_blocks:
             self._cache.popitem(last=False)
 
@@ -395,6 +480,13 @@ class SimulatedEngine(Engine):
 
     async def _spend(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+        if not self._running_on.is_set():
+            dead, on = (asyncio.ensure_future(e.wait()) for e in (self._dead, self._running_on))
+            try:
+                await asyncio.wait([dead, on], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                dead.cancel()
+                on.cancel()
         await self._answer()
 
     async def _answer(self) -> None:
@@ -444,11 +536,41 @@ class SimulatedLauncher:
         return engine
 
 
+def version_spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """Return the spans of a version per token."""
+    spans: list[VersionSpan] = []
+    for i, version in enumerate(versions):
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, i + 1)
+        else:
+            spans.append(VersionSpan(version, i, i + 1))
+    return tuple(spans)
+
+
+def _named_bytes(offer: WeightOffer) -> Iterator[tuple[str, bytes]]:
+    if offer.segment is None:
+        from splitroll.weights.disk import read_files
+        from splitroll.weights.source import raw_bytes
+
+        for name, tensor in read_files(Path(offer.folder or "")):
+            yield name, raw_bytes(tensor)
+        return
+    segment = Segment.attach(offer.segment)
+    for index in segment.follow([bucket.owner for bucket in offer.buckets], offer.timeout_s):
+        for spec, at in offer.buckets[index].specs:
+            start = offer.segment.data_at + at
+            yield spec.name, segment.memory[start : start + spec.nbytes]
+    segment.close()
+
+
 def _next_token(
-    prompt: tuple[int, ...], generated: Sequence[int], request: DecodeRequest
+    model: tuple[str, str],
+    prompt: tuple[int, ...],
+    generated: Sequence[int],
+    request: DecodeRequest,
 ) -> tuple[int, float]:
     seed = request.seed if request.sampling.temperature > 0 else 0
-    draw = derive_seed(hash(prompt), *generated[-4:], len(generated), seed)
+    draw = derive_seed(*model, hash(prompt), *generated[-4:], len(generated), seed)
     token = EOS_TOKEN_ID if draw % _EOS_ONE_IN == 0 else 3 + draw % (VOCAB_SIZE - 3)
     if request.sampling.ignore_eos and token == EOS_TOKEN_ID:
         token += 1
@@ -465,9 +587,11 @@ def _finish_reason(request: DecodeRequest, token_ids: Sequence[int]) -> str | No
     return "length" if len(token_ids) >= sampling.max_tokens else None
 
 
-def _top(prompt: tuple[int, ...], request: DecodeRequest) -> dict[int, float]:
+def _top(
+    model: tuple[str, str], prompt: tuple[int, ...], request: DecodeRequest
+) -> dict[int, float]:
     if not request.top_logprobs:
         return {}
-    token, logprob = _next_token(prompt, (), request)
+    token, logprob = _next_token(model, prompt, (), request)
     others = {(token + i) % VOCAB_SIZE: logprob - i for i in range(1, request.top_logprobs)}
     return {token: logprob, **others}

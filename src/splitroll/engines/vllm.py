@@ -15,6 +15,10 @@ from typing import Any
 
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import KVTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
@@ -42,7 +46,8 @@ from splitroll.errors import (
     LegError,
     Problem,
 )
-from splitroll.types import SamplingParams
+from splitroll.types import SamplingParams, VersionSpan
+from splitroll.weights.offer import LoadedWeights, WeightOffer
 
 _REMEMBERED_ABORTS = 10_000
 _WARM_UP = SamplingParams(max_tokens=2, temperature=0.0)
@@ -76,6 +81,7 @@ class VllmEngine:
                 AsyncEngineArgs(**arguments), stat_loggers=[self._make_logger]
             )
             loaded = time.monotonic()
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
             await self._warm_up()
         except Exception as exc:  # whatever vLLM raises here is the engine's own error
             raise EngineStartError(self._arguments.name, f"{type(exc).__name__}: {exc}") from exc
@@ -112,7 +118,7 @@ class VllmEngine:
             kv=output.kv_transfer_params,
             elapsed_s=time.monotonic() - begun,
             computed_tokens=len(request.token_ids) - (output.num_cached_tokens or 0),
-            weight_version=self._weight_version,
+            weight_version=_version_spans(output.outputs[0], 1)[0].version,
         )
 
     async def decode(
@@ -130,7 +136,7 @@ class VllmEngine:
                 raise KvLoadFailed(self._arguments.name, "vLLM ended the request with an error")
             cached = output.num_cached_tokens or 0
             if piece.token_ids and not token_ids and piece.finish_reason is None:
-                yield FirstToken(cached_tokens=cached)
+                yield FirstToken(cached_tokens=cached, weight_version=self._weight_version)
             if not token_ids and request.top_logprobs and piece.logprobs:
                 top = {token: entry.logprob for token, entry in piece.logprobs[0].items()}
             token_ids += piece.token_ids
@@ -149,7 +155,7 @@ class VllmEngine:
                     wait_s=wait_s,
                     prefill_s=prefill_s,
                     decode_s=decode_s,
-                    weight_version=self._weight_version,
+                    weight_versions=_version_spans(piece, len(token_ids)),
                     first_top_logprobs=top,
                 )
                 return
@@ -179,10 +185,9 @@ class VllmEngine:
 
     async def load(self) -> EngineLoad:
         with self._engine_errors():
-            running, waiting, held = await self._llm.engine_core.call_utility_async(
-                "splitroll_load"
-            )
-        return EngineLoad(running=running, waiting=waiting, held_blocks=held)
+            found = await self._llm.engine_core.call_utility_async("splitroll_load")
+        running, waiting, held, pinned = found
+        return EngineLoad(running=running, waiting=waiting, held_blocks=held, pinned=pinned)
 
     async def health(self) -> None:
         with self._engine_errors():
@@ -192,9 +197,42 @@ class VllmEngine:
     async def counters(self) -> EngineCounters:
         return self._counters
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, *, preempt: bool = False) -> bool:
         with self._engine_errors():
-            return bool(await self._llm.reset_prefix_cache())
+            await self._llm.reset_encoder_cache()
+            return bool(await self._llm.reset_prefix_cache(reset_running_requests=preempt))
+
+    async def pause(self, *, abort: bool = False) -> None:
+        mode = "abort" if abort else "keep"
+        with self._engine_errors():
+            # Not AsyncLLM.pause_generation, which goes on to sleep for 20 ms.
+            await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+
+    async def resume(self) -> None:
+        with self._engine_errors():
+            await self._llm.resume_generation()
+
+    async def load_weights(self, offer: WeightOffer) -> LoadedWeights:
+        update = WeightTransferUpdateRequest(update_info={"offer": offer.to_wire()})
+        with self._engine_errors():
+            try:
+                await self._llm.start_weight_update()
+                await self._llm.update_weights(update)
+                await self._llm.finish_weight_update()
+                loaded = await self._llm.collective_rpc("splitroll_loaded")
+            except EngineDeadError:
+                raise
+            except Exception as exc:  # a wall: whatever a worker raises, it says what was wrong
+                raise LegError(self._arguments.name, _worker_error(exc)) from exc
+        return LoadedWeights(
+            seconds=max(seconds for seconds, _ in loaded),
+            checksums=tuple(checksums for _, checksums in loaded),
+        )
+
+    async def set_weight_version(self, version: int) -> None:
+        with self._engine_errors():
+            await self._llm.update_weight_version(str(version))
+        self._weight_version = version
 
     async def close(self) -> None:
         if hasattr(self, "_llm"):
@@ -340,6 +378,28 @@ def _chosen_logprobs(piece: Any, engine: str) -> list[float]:
     return [
         float(entry[token].logprob) for token, entry in zip(piece.token_ids, entries, strict=True)
     ]
+
+
+def _version_spans(piece: Any, num_tokens: int) -> tuple[VersionSpan, ...]:
+    """Return the versions of a finished output; vLLM says "default" before any was set."""
+    if not num_tokens:
+        return ()
+    spans = piece.weight_versions or ()
+    return tuple(
+        VersionSpan(0 if s.version == "default" else int(s.version), s.start, s.end)
+        for s in spans
+        if s.end > s.start
+    )
+
+
+def _worker_error(exc: Exception) -> str:
+    """Return what a worker raised, without vLLM's account of where."""
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    text = lines[-1] if lines else type(exc).__name__
+    for mark in ("failed: ", "error: ", "due to: "):
+        _, found, rest = text.partition(mark)
+        text = rest if found else text
+    return text
 
 
 def _phases(metrics: Any) -> tuple[float, float, float]:

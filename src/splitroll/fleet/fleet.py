@@ -79,6 +79,8 @@ class Fleet:
         self, specs: Sequence[EngineSpec], launcher: Launcher, prove: Prover | None, limits: Limits
     ) -> None:
         self.members = {spec.name: Member(spec) for spec in specs}
+        self.weight_version = 0
+        """Of all engines that serve."""
         self.proofs: list[PairProof] = []
         self._launcher = launcher
         self._prove = prove
@@ -87,6 +89,8 @@ class Fleet:
         self._changed = asyncio.Condition()
         self._joining = asyncio.Lock()
         self._listeners: list[Callable[[], None]] = []
+        self._update_weights: Callable[[Engine], Awaitable[None]] | None = None
+        self._unwatched: set[str] = set()
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -117,6 +121,22 @@ class Fleet:
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call back whenever a member's state changes."""
         self._listeners.append(listener)
+
+    def on_join(self, update_weights: Callable[[Engine], Awaitable[None]]) -> None:
+        """Set what brings a restarted engine to the fleet's weight version before it serves."""
+        self._update_weights = update_weights
+
+    @contextlib.asynccontextmanager
+    async def membership(self) -> AsyncGenerator[list[Engine], None]:
+        """Hold the membership: no engine joins meanwhile, and those that serve, which are
+        returned, are not watched: an engine that loads weights answers no health check."""
+        async with self._joining:
+            engines = self.ready()
+            self._unwatched = {engine.info.name for engine in engines}
+            try:
+                yield engines
+            finally:
+                self._unwatched = set()
 
     def ready(self, *roles: Role) -> list[Engine]:
         """Return the engines that serve, of the given roles (all if none is given)."""
@@ -259,20 +279,22 @@ class Fleet:
         that a partner had no time for, or died in, says nothing about the engine: prove again.
         """
         end_s = time.monotonic() + self._limits.start_timeout_s
-        async with self._joining:
-            while True:
-                try:
+        while True:
+            try:
+                async with self._joining:
+                    if self._update_weights is not None:
+                        await self._update_weights(engine)
                     await self._prove_new([engine], [engine, *self.ready()])
-                    break
-                except ProofError as exc:
-                    failed = [p for p in exc.proofs if p.problem is not None]
-                    conclusive = not all(proof.inconclusive for proof in failed)
-                    if conclusive or time.monotonic() > end_s:
-                        raise
-                    await engine.health()
-                    log.warning("proof of %s is to be repeated: %s", member.spec.name, exc)
-                    await asyncio.sleep(_RESTART_PAUSE_S)
-            self._set_state(member, MemberState.READY)
+                    self._set_state(member, MemberState.READY)
+                    return
+            except ProofError as exc:
+                failed = [p for p in exc.proofs if p.problem is not None]
+                conclusive = not all(proof.inconclusive for proof in failed)
+                if conclusive or time.monotonic() > end_s:
+                    raise
+                await engine.health()
+                log.warning("proof of %s is to be repeated: %s", member.spec.name, exc)
+            await asyncio.sleep(_RESTART_PAUSE_S)
 
     async def _discard(self, member: Member) -> None:
         engine, member.engine = member.engine, None
@@ -290,6 +312,8 @@ class Fleet:
         engine = member.engine
         if engine is None or member.state is not MemberState.READY:
             return
+        if member.spec.name in self._unwatched:
+            return
         limit_s = self._limits.health_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -298,7 +322,8 @@ class Fleet:
         except EngineDied as exc:
             self.report_death(engine, exc.cause)
         except TimeoutError:
-            self.report_death(engine, f"it answered no health check for {limit_s:g} s")
+            if member.spec.name not in self._unwatched:  # it may have begun to load weights
+                self.report_death(engine, f"it answered no health check for {limit_s:g} s")
         except Exception as exc:  # a wall: supervision goes on whatever an engine answers
             self.report_death(engine, f"its health check failed: {type(exc).__name__}: {exc}")
 

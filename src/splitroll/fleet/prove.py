@@ -89,6 +89,7 @@ async def prove_pairs(
     prefills: Sequence[Engine],
     decodes: Sequence[Engine],
     prompt: tuple[int, ...],
+    weight_version: int = 0,
 ) -> list[PairProof]:
     """Prove every pair, one pair of engines at a time.
 
@@ -98,7 +99,7 @@ async def prove_pairs(
     proofs = []
     for prefill in prefills:
         for decode in decodes:
-            proofs.append(await _prove_pair(handoff, prefill, decode, prompt))
+            proofs.append(await _prove_pair(handoff, prefill, decode, prompt, weight_version))
     failed = [proof for proof in proofs if proof.problem is not None]
     if failed:
         lines = [f"{proof.prefill} -> {proof.decode}: {proof.problem}" for proof in failed]
@@ -116,7 +117,11 @@ def compare_engines(prefill: EngineInfo, decode: EngineInfo) -> str | None:
 
 
 async def _prove_pair(
-    handoff: Handoff, prefill: Engine, decode: Engine, prompt: tuple[int, ...]
+    handoff: Handoff,
+    prefill: Engine,
+    decode: Engine,
+    prompt: tuple[int, ...],
+    weight_version: int,
 ) -> PairProof:
     if (mismatch := compare_engines(prefill.info, decode.info)) is not None:
         return _failed(prefill, decode, prompt, mismatch)
@@ -127,13 +132,11 @@ async def _prove_pair(
     begun = loop.time()
     try:
         handle = await handoff.prefill(prefill, f"prove-{salt}-p", prompt, salt)
-        result = await handoff.decode(
-            decode, handle, [_request(f"prove-{salt}-d", prompt, salt)], weight_version=0
-        )
+        request = _request(f"prove-{salt}-d", prompt, salt)
+        result = await handoff.decode(decode, handle, [request], weight_version=weight_version)
         handoff_s = loop.time() - begun
-        reference = await handoff.decode(
-            decode, None, [_request(f"prove-{salt}-l", prompt, f"{salt}-l")], weight_version=0
-        )
+        request = _request(f"prove-{salt}-l", prompt, f"{salt}-l")
+        reference = await handoff.decode(decode, None, [request], weight_version=weight_version)
     except SplitrollError as exc:
         return _failed(prefill, decode, prompt, str(exc), exc)
     if errors := result.errors + reference.errors:

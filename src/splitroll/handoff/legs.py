@@ -59,7 +59,8 @@ class DecodeResult:
     """How the decode leg of a group ended on one engine.
 
     Attributes:
-        outputs: by request id, of the requests that completed.
+        outputs: by request id, of the requests that completed; of those that a weight update
+            ended, with reason "abort" and what they have.
         waited_s: by request id, from the leg's start until the prompt's KV was there.
         errors: of the requests that did not complete; empty when all did.
         handed_off: whether the handle's KV arrived.
@@ -131,6 +132,7 @@ class Handoff:
         *,
         weight_version: int,
         on_end: Callable[[DecodeRequest], None] = lambda request: None,
+        on_kv: Callable[[], None] = lambda: None,
     ) -> DecodeResult:
         """Decode samples of one prompt on one engine: the first leads, the others join it.
 
@@ -138,12 +140,17 @@ class Handoff:
             handle: None decodes without a handoff: the leader computes the prompt here.
             weight_version: of the decode engine's weights.
             on_end: called as each request ends, however it ends.
+            on_kv: called when the prompt's KV is here, which is when no handle is in flight.
 
         Returns:
             what completed and what did not; only cancellation is raised.
         """
-        leg = _DecodeLeg(self, engine, handle, tuple(requests), weight_version, on_end)
+        leg = _DecodeLeg(self, engine, handle, tuple(requests), weight_version, on_end, on_kv)
         return await leg.run()
+
+    async def settled(self) -> None:
+        """Return when every abort and every handle given back has been told to its engines."""
+        await self._cleanup.drain()
 
     def give_back(self, handle: KvHandle) -> None:
         """Tell the prefill engine of a handle that nobody will pull it; later calls do nothing."""
@@ -211,6 +218,7 @@ class _DecodeLeg:
         requests: tuple[DecodeRequest, ...],
         weight_version: int,
         on_end: Callable[[DecodeRequest], None],
+        on_kv: Callable[[], None],
     ) -> None:
         self._handoff = handoff
         self._engine = engine
@@ -218,6 +226,7 @@ class _DecodeLeg:
         self._requests = requests
         self._weight_version = weight_version
         self._on_end = on_end
+        self._on_kv = on_kv
         self._result = DecodeResult()
         self._kv_is_here = asyncio.Event()
         self._begun_s = handoff._clock()
@@ -277,8 +286,12 @@ class _DecodeLeg:
         try:
             async with asyncio.timeout(limit_s) as limit, contextlib.aclosing(stream):
                 async for event in stream:
-                    if isinstance(event, FirstToken) or event.token_ids:
-                        self._note_first_token(request, event.cached_tokens)
+                    if isinstance(event, FirstToken):
+                        version = event.weight_version
+                        self._note_first_token(request, event.cached_tokens, version)
+                    elif event.token_ids:
+                        version = event.weight_versions[0].version
+                        self._note_first_token(request, event.cached_tokens, version)
                     if isinstance(event, DecodeOutput):
                         self._complete(request, event)
                         return
@@ -297,15 +310,29 @@ class _DecodeLeg:
             return None
         return self._handle.take(now_s=self._handoff._clock(), weight_version=self._weight_version)
 
-    def _note_first_token(self, request: DecodeRequest, cached_tokens: int) -> None:
-        """The request's KV is here: the leader's lets its siblings join."""
+    def _note_first_token(
+        self, request: DecodeRequest, cached_tokens: int, weight_version: int
+    ) -> None:
+        """The request's KV is here: the leader's lets its siblings join.
+
+        Raises:
+            LegError: when the leader went on with other weights than its KV was computed with.
+        """
         if request.request_id in self._result.waited_s:
             return
-        self._result.waited_s[request.request_id] = self._handoff._clock() - self._begun_s
         leads = not self._kv_is_here.is_set()
+        same = self._handle is None or self._handle.weight_version == weight_version
+        if leads and not same:
+            raise LegError(
+                self._engine.info.name,
+                f"it decoded KV of weight version {self._handle and self._handle.weight_version} "
+                f"with version {weight_version}",
+            )
+        self._result.waited_s[request.request_id] = self._handoff._clock() - self._begun_s
         self._kv_is_here.set()
-        if self._handle is None:
-            return
+        self._on_kv()
+        if self._handle is None or not same:
+            return  # after a weight update a sibling has its prompt computed again, as it must
         # The last prompt token is always computed, to sample from it; a sibling computes all that
         # stands in no full block.
         expected = len(request.token_ids) - 1
@@ -319,14 +346,12 @@ class _DecodeLeg:
 
     def _complete(self, request: DecodeRequest, output: DecodeOutput) -> None:
         name = self._engine.info.name
-        if output.finish_reason not in ("stop", "length"):
+        if output.finish_reason not in ("stop", "length", "abort"):
             raise LegError(name, f"the engine ended the sample with {output.finish_reason!r}")
-        if self._handle is not None and output.weight_version != self._handle.weight_version:
-            raise LegError(
-                name,
-                f"prefill used weight version {self._handle.weight_version}, decode "
-                f"{output.weight_version}",
-            )
+        versions = output.weight_versions
+        covered = [token for span in versions for token in range(span.start, span.end)]
+        if covered != list(range(len(output.token_ids))):
+            raise LegError(name, f"weight versions {versions} do not cover the sample's tokens")
         self._result.outputs[request.request_id] = output
 
     def _abort(self, request: DecodeRequest) -> None:

@@ -1,0 +1,142 @@
+"""The worker's end of a weight update: a weight-transfer engine for vLLM that takes our offers.
+
+Runs inside vLLM's workers, on CPU and GPU. vLLM drives it through its own weight-transfer API:
+start, update, finish. Parameters go through vLLM's layerwise reload, since the kernels' own layout
+of weights (prepacked on CPU, quantised or fused on GPU) cannot be loaded into.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config.load import LoadConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from splitroll.weights.disk import read_files
+from splitroll.weights.offer import WeightOffer
+from splitroll.weights.segment import Segment
+from splitroll.weights.shm import tensor_at
+from splitroll.weights.source import checksum
+
+Named = tuple[str, torch.Tensor]
+
+
+@dataclass
+class _InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing is agreed on beforehand."""
+
+
+@dataclass
+class _UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """An offer as plain values."""
+
+    offer: dict[str, Any]
+
+
+class OfferedWeights(WeightTransferEngine):  # type: ignore[misc]
+    """See the module's docstring."""
+
+    init_info_cls = _InitInfo
+    update_info_cls = _UpdateInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.checksums: dict[str, str] = {}
+        self.seconds = 0.0
+        self._begun_s = 0.0
+        self._dirty = False
+        self._loaded: set[str] = set()
+        self._tracks = True
+        self._segments: dict[str, Segment] = {}
+
+    def init_transfer_engine(self, init_info: _InitInfo) -> None:
+        """Nothing to agree on."""
+
+    def start_weight_update(self) -> None:
+        self._begun_s = time.monotonic()
+        if self._dirty:
+            # An update before this one failed half-way. What it left in a layer is loaded over.
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._dirty = True
+        self._loaded = set()
+        self._tracks = True
+        self.checksums = {}
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The stock method goes on to synchronise an accelerator, which need not exist.
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: _UpdateInfo) -> None:
+        offer = WeightOffer.from_wire(update_info.offer)
+        if offer.segment is None:
+            assert offer.folder is not None, "an offer is either of a segment or of a folder"
+            self._load(read_files(Path(offer.folder)), offer)
+            return
+        segment = self._attach(offer)
+        owners = [bucket.owner for bucket in offer.buckets]
+        for index in segment.follow(owners, offer.timeout_s):
+            specs = offer.buckets[index].specs
+            self._load(((spec.name, tensor_at(segment, spec, at)) for spec, at in specs), offer)
+
+    def finish_weight_update(self) -> None:
+        if self._tracks:
+            quantized = self.model_config.quantization is not None
+            loader = DefaultModelLoader(LoadConfig())
+            loader.track_weights_loading(self.model, self._loaded, quantized=quantized)
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._dirty = False
+        self.seconds = time.monotonic() - self._begun_s
+
+    def shutdown(self) -> None:
+        for segment in self._segments.values():
+            segment.close()
+        self._segments = {}
+
+    def _load(self, named: Iterator[Named], offer: WeightOffer) -> None:
+        """Hand parameters to the model's own loaders; an error names the parameter."""
+        current = ""
+
+        def watched() -> Iterator[Named]:
+            nonlocal current
+            for name, tensor in named:
+                current = name
+                if name in offer.checksum:
+                    self.checksums[name] = checksum(tensor)
+                yield name, tensor
+
+        try:
+            loaded = self.model.load_weights(watched())
+        except Exception as exc:  # whatever a model's loader raises, with the parameter's name
+            raise RuntimeError(f"parameter {current}: {type(exc).__name__}: {exc}") from exc
+        if loaded is None:
+            self._tracks = False  # this model's loader does not say what it loaded
+        else:
+            self._loaded |= loaded
+
+    def _attach(self, offer: WeightOffer) -> Segment:
+        """Map the segment, or find it mapped: two take turns, and mapping costs page faults."""
+        assert offer.segment is not None
+        if offer.segment.id not in self._segments:
+            if len(self._segments) >= 2:
+                self._segments.pop(next(iter(self._segments))).close()
+            self._segments[offer.segment.id] = Segment.attach(offer.segment)
+        segment = self._segments[offer.segment.id]
+        segment.address = offer.segment
+        return segment

@@ -1,0 +1,445 @@
+"""Carries a weight update through the fleet; `splitroll.weights.update` says what comes when.
+
+Invariants:
+- one update at a time, and no engine joins during one;
+- between settling and resuming, no KV is in flight between engines and nothing is computed;
+- an update ends published on every engine that serves, or with the old version, or fenced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from splitroll.config.schema import Weights
+from splitroll.dispatch.dispatcher import Dispatcher
+from splitroll.engines.protocol import Engine
+from splitroll.errors import (
+    ConfigError,
+    EngineDied,
+    LegError,
+    Problem,
+    WeightUpdateFailed,
+)
+from splitroll.fleet.fleet import Fleet
+from splitroll.handoff.legs import Handoff
+from splitroll.weights.manifest import (
+    Manifest,
+    checkpoint_manifest,
+    compare,
+    wire_manifest,
+)
+from splitroll.weights.offer import LoadedWeights, WeightOffer
+from splitroll.weights.transport import Outbox, Transport
+from splitroll.weights.update import FLEET, Died, Done, Event, Failed, Outcome, Phase, Update
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.002
+_ABORTED_TIMEOUT_S = 2.0
+_SAMPLED_PARAMETERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """How a weight update went.
+
+    Attributes:
+        nbytes: of the weights that were sent.
+        seconds: by phase; see `splitroll.weights.update.Phase`.
+        write_s: that the trainer took to write them, in part while engines loaded.
+        load_s: from the first engine's beginning to load to the last one's end.
+        pause_s: from the first engine's pause to the last one's going on.
+        total_s: from the call to its return.
+        engines: that were updated; one that died meanwhile is not among them.
+        verified: parameters whose checksum was compared.
+    """
+
+    version: int
+    nbytes: int
+    seconds: Mapping[str, float]
+    write_s: float
+    load_s: float
+    pause_s: float
+    total_s: float
+    engines: tuple[str, ...]
+    verified: int
+
+
+@dataclass(slots=True)
+class _Transaction:
+    """What one update has at hand."""
+
+    version: int
+    offer: WeightOffer
+    outbox: Outbox
+    writing: asyncio.Task[Mapping[str, str]]
+    engines: dict[str, Engine] = field(default_factory=dict)
+    causes: dict[str, str] = field(default_factory=dict)
+    loaded: dict[str, LoadedWeights] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    paused_s: float = 0.0
+    write_s: float = 0.0
+
+
+class Updater:
+    """Updates the weights of a fleet.
+
+    Args:
+        checkpoint: folder of the model that engines start from.
+        fleet_id: part of the names of files, which other fleets may write beside ours.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        handoff: Handoff,
+        settings: Weights,
+        checkpoint: Path,
+        fleet_id: str,
+    ) -> None:
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._handoff = handoff
+        self._fleet_id = fleet_id
+        self._transport: Transport | None = None
+        self._settings = settings
+        self._checkpoint = checkpoint
+        self._busy: int | None = None
+        fleet.on_join(self._bring)
+
+    async def update(
+        self, weights: Any, version: int | None = None, *, partial: bool = False
+    ) -> UpdateReport:
+        """See `Rollout.update_weights`."""
+        begun_s = time.monotonic()
+        version = self._check_version(version)
+        self._busy = version
+        try:
+            async with self._reading(weights, partial) as (source, wire):
+                outbox = self._opened().begin(version, [wire], [os.getpid()])
+                transaction = self._begin(version, outbox, source, wire)
+                try:
+                    update = await self._run(transaction)
+                finally:
+                    await self._end_writing(transaction)
+                return self._conclude(transaction, update, wire, begun_s)
+        finally:
+            self._busy = None
+
+    def close(self) -> None:
+        """Let go of what the transport keeps; after the last update."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _opened(self) -> Transport:
+        if self._transport is None:
+            # Imported late: torch takes seconds, and a fleet that is never updated needs none.
+            from splitroll.weights.transports import make_transport
+
+            self._transport = make_transport(self._settings, self._fleet_id)
+        return self._transport
+
+    def _check_version(self, version: int | None) -> int:
+        current = self._fleet.weight_version
+        if self._busy is not None:
+            hint = "wait for it: one update at a time"
+            found = f"version {self._busy} is being pushed"
+            raise ConfigError([Problem("update_weights", found, "no update under way", hint)])
+        if version is None:
+            return current + 1
+        if type(version) is not int or version <= current:
+            allowed = f"a whole number above {current}, which the fleet serves"
+            hint = "leave it out, or count on"
+            raise ConfigError([Problem("version", repr(version), allowed, hint)])
+        return version
+
+    @contextlib.asynccontextmanager
+    async def _reading(
+        self, weights: Any, partial: bool
+    ) -> AsyncGenerator[tuple[Any, Manifest], None]:
+        """Read what the trainer gave; yields it with the manifest in which it is sent.
+
+        Raises:
+            ConfigError: with every difference from the engines' manifest.
+        """
+        from splitroll.weights.source import Source, reading  # late: see _opened
+
+        wanted = self._manifest()
+        with reading(weights, wanted) as source:
+            if partial:
+                given = dict(source.tensors)
+                kept = {name: t for name, t in self._serving() if name not in given}
+                source = Source({**kept, **given})
+            if problems := compare(source.manifest, wanted):
+                if not partial and any(p.found == "nothing" for p in problems):
+                    hint = "to send some and keep the others, pass partial=True"
+                    allowed = "all of the engines' parameters"
+                    problems.append(Problem("weights", "not all", allowed, hint))
+                raise ConfigError(problems)
+            by_name = {spec.name: spec for spec in wanted}
+            yield source, tuple(by_name[name] for name in source.tensors)
+
+    def _manifest(self) -> Manifest:
+        engines = self._fleet.up()
+        dtype = engines[0].info.dtype if engines else "float32"
+        return wire_manifest(checkpoint_manifest(self._checkpoint), dtype)
+
+    def _serving(self) -> Any:
+        """Yield the parameters that the fleet serves now."""
+        from splitroll.weights.disk import read_files
+
+        if self._transport is None or self._transport.current() is None:
+            return read_files(self._checkpoint)
+        return self._transport.read()
+
+    def _begin(self, version: int, outbox: Outbox, source: Any, wire: Manifest) -> _Transaction:
+        checksums = self._checksums(version, wire)
+        begun_s = time.monotonic()
+
+        async def write() -> Mapping[str, str]:
+            try:
+                return await asyncio.to_thread(outbox.write, source, checksums)
+            finally:
+                transaction.write_s = time.monotonic() - begun_s
+
+        transaction = _Transaction(
+            version, outbox.offer(checksums), outbox, asyncio.create_task(write())
+        )
+        return transaction
+
+    def _checksums(self, version: int, wire: Manifest) -> tuple[str, ...]:
+        """Choose whose checksums are compared: of a sample, others at each version."""
+        names = [spec.name for spec in wire]
+        match self._settings.verify:
+            case "none":
+                return ()
+            case "full":
+                return tuple(names)
+            case "sample":
+                names.sort(key=lambda name: hashlib.sha256(f"{version} {name}".encode()).digest())
+                return tuple(names[:_SAMPLED_PARAMETERS])
+
+    async def _run(self, transaction: _Transaction) -> Update:
+        """Run the update to its end, also when we are cancelled: what has begun ends consistent."""
+        running = asyncio.create_task(self._carry_out(transaction))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            transaction.outbox.abandon()
+            update = await running
+            self._settle(transaction, update)
+            raise
+
+    async def _carry_out(self, transaction: _Transaction) -> Update:
+        settings = self._settings
+        transaction.engines = {engine.info.name: engine for engine in self._fleet.ready()}
+        update = Update.begin(transaction.engines, settings.on_failure)
+        async with contextlib.AsyncExitStack() as held:
+            while update.outcome is None:
+                phase, begun_s = update.phase, time.monotonic()
+                if phase is Phase.PAUSE and not transaction.paused_s:
+                    transaction.paused_s = begun_s
+                if phase is Phase.SETTLE:
+                    event = await self._settle_handles(transaction, held)
+                    # Engines may have joined, or died, while the fleet drained.
+                    engines = frozenset(transaction.engines)
+                    update = Update(engines, settings.on_failure, phase).after(event)
+                else:
+                    asked = [
+                        asyncio.create_task(self._ask(phase, who, transaction, update.restoring))
+                        for who in update.waiting
+                    ]
+                    for event in await asyncio.gather(*asked):
+                        update = update.after(event)
+                spent_s = transaction.seconds.get(phase.value, 0.0)
+                transaction.seconds[phase.value] = spent_s + time.monotonic() - begun_s
+            if transaction.paused_s:
+                transaction.paused_s = time.monotonic() - transaction.paused_s
+            self._admit_again(transaction, update)
+            for name in update.lost | update.died:
+                cause = transaction.causes.get(name, "a weight update failed on it")
+                self._fleet.report_death(transaction.engines[name], cause)
+        return update
+
+    def _admit_again(self, transaction: _Transaction, update: Update) -> None:
+        if update.outcome is Outcome.PUBLISHED:
+            self._fleet.weight_version = transaction.version
+            self._opened().commit(transaction.outbox)
+        if update.outcome is Outcome.FENCED:
+            self._dispatcher.fence(_told(update))
+        else:
+            self._dispatcher.reopen()
+
+    async def _settle_handles(
+        self, transaction: _Transaction, held: contextlib.AsyncExitStack
+    ) -> Event:
+        """See that no KV is in flight, hold the membership, and wait for the first weights."""
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                if self._settings.in_flight != "drain":
+                    await self._dispatcher.interrupt_crossings()
+                engines = await held.enter_async_context(self._fleet.membership())
+                transaction.engines = {engine.info.name: engine for engine in engines}
+                await self._handoff.settled()
+                await asyncio.gather(*(self._unpinned(engine) for engine in engines))
+                while not transaction.outbox.readable.is_set():
+                    if transaction.writing.done():
+                        transaction.writing.result()
+                        break
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            limit_s = self._settings.timeout_s
+            return Failed(FLEET, f"not settled in {limit_s:g} s (weights.timeout_s)")
+        except Exception as exc:  # a wall: nothing has changed yet, whatever the trainer raised
+            return Failed(FLEET, f"{type(exc).__name__}: {exc}")
+        return Done(FLEET)
+
+    async def _unpinned(self, engine: Engine) -> None:
+        """Return when no KV of this engine waits for another, or it died."""
+        with contextlib.suppress(EngineDied):
+            while True:
+                if not (await engine.load()).pinned:
+                    return
+                await asyncio.sleep(_POLL_S)
+
+    async def _ask(
+        self, phase: Phase, who: str, transaction: _Transaction, restoring: bool
+    ) -> Event:
+        """Have an engine, or the fleet, go through a phase."""
+        limit_s = self._settings.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                if phase is Phase.GATE:
+                    await self._shut()
+                else:
+                    await self._do(phase, transaction.engines[who], transaction, restoring)
+        except EngineDied as exc:
+            transaction.causes[who] = exc.cause
+            return Died(who)
+        except TimeoutError:
+            cause = f"no answer in {limit_s:g} s (weights.timeout_s)"
+            if who == FLEET:
+                return Failed(who, f"work in flight did not end in {limit_s:g} s")
+            # An engine that does not answer cannot be asked to go back either.
+            transaction.causes[who] = cause
+            return Died(who)
+        except LegError as exc:
+            return Failed(who, exc.cause)
+        except Exception as exc:  # a wall: whatever it is, the transaction ends consistent
+            return Failed(who, f"{type(exc).__name__}: {exc}")
+        return Done(who)
+
+    async def _shut(self) -> None:
+        self._dispatcher.shut(partial=self._settings.in_flight == "abort")
+        if self._settings.in_flight == "drain":
+            await self._dispatcher.drained()
+
+    async def _do(
+        self, phase: Phase, engine: Engine, transaction: _Transaction, restoring: bool
+    ) -> None:
+        name = engine.info.name
+        match phase:
+            case Phase.PAUSE:
+                abort = self._settings.in_flight == "abort"
+                await engine.pause(abort=abort)
+                if abort:  # what they had is to be collected as such before work goes on
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_ABORTED_TIMEOUT_S):
+                            await self._dispatcher.drained()
+            case Phase.LOAD:
+                offer = self._current_offer() if restoring else transaction.offer
+                transaction.loaded[name] = await engine.load_weights(offer)
+            case Phase.VERIFY:
+                if not restoring:
+                    sent = await asyncio.shield(transaction.writing)
+                    _compare_checksums(name, sent, transaction.loaded[name])
+            case Phase.CLEAR:
+                if not await engine.reset_prefix_cache(preempt=True):
+                    raise LegError(name, "it refused to drop its KV caches")
+            case Phase.PUBLISH:
+                version = self._fleet.weight_version if restoring else transaction.version
+                await engine.set_weight_version(version)
+            case Phase.RESUME:
+                await engine.resume()
+
+    def _current_offer(self) -> WeightOffer:
+        current = None if self._transport is None else self._transport.current()
+        return current or WeightOffer(folder=str(self._checkpoint))
+
+    async def _bring(self, engine: Engine) -> None:
+        """Bring a restarted engine to the version that the fleet serves, before it is proven."""
+        version = self._fleet.weight_version
+        if version == 0:
+            return
+        async with asyncio.timeout(self._settings.timeout_s):
+            await engine.pause()
+            await engine.load_weights(self._current_offer())
+            if not await engine.reset_prefix_cache(preempt=True):
+                raise LegError(engine.info.name, "it refused to drop its KV caches")
+            await engine.set_weight_version(version)
+            await engine.resume()
+
+    async def _end_writing(self, transaction: _Transaction) -> None:
+        """Wait for the writer, which reads the trainer's tensors."""
+        if not transaction.writing.done():
+            transaction.outbox.abandon()
+            await asyncio.wait([transaction.writing], timeout=self._settings.timeout_s)
+        if not transaction.writing.done():
+            log.error("the trainer's tensors are still being read: do not change them")
+
+    def _conclude(
+        self, transaction: _Transaction, update: Update, wire: Manifest, begun_s: float
+    ) -> UpdateReport:
+        self._settle(transaction, update)
+        if update.outcome is not Outcome.PUBLISHED:
+            serving = None if update.outcome is Outcome.FENCED else self._fleet.weight_version
+            causes = [_told(update)]
+            if (error := _written_with(transaction)) is not None:
+                causes.append(f"the trainer's weights: {type(error).__name__}: {error}")
+            raise WeightUpdateFailed(transaction.version, serving, causes)
+        loads = transaction.loaded.values()
+        return UpdateReport(
+            version=transaction.version,
+            nbytes=sum(spec.nbytes for spec in wire),
+            seconds=dict(transaction.seconds),
+            write_s=transaction.write_s,
+            load_s=max((loaded.seconds for loaded in loads), default=0.0),
+            pause_s=transaction.paused_s,
+            total_s=time.monotonic() - begun_s,
+            engines=tuple(sorted(update.engines)),
+            verified=len(transaction.offer.checksum),
+        )
+
+    def _settle(self, transaction: _Transaction, update: Update) -> None:
+        if update.outcome is not Outcome.PUBLISHED:
+            self._opened().discard(transaction.outbox)
+
+
+def _compare_checksums(engine: str, sent: Mapping[str, str], loaded: LoadedWeights) -> None:
+    for worker, received in enumerate(loaded.checksums):
+        for name, checksum in sent.items():
+            if received.get(name) != checksum:
+                raise LegError(
+                    engine,
+                    f"parameter {name}: worker {worker} received {received.get(name, 'nothing')}, "
+                    f"the trainer sent {checksum} (SHA-256)",
+                )
+
+
+def _told(update: Update) -> str:
+    return "; ".join(f"{f.who}, {f.phase.value}: {f.cause}" for f in update.failures)
+
+
+def _written_with(transaction: _Transaction) -> BaseException | None:
+    writing = transaction.writing
+    return writing.exception() if writing.done() and not writing.cancelled() else None

@@ -1,0 +1,1 @@
+"""Versioned weights: what a trainer gives, how it travels, and the order of an update."""

@@ -1,0 +1,104 @@
+"""Weights through safetensors files on a path that all nodes see: written aside, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from splitroll.weights.manifest import Bucket, Manifest, layout
+from splitroll.weights.offer import WeightOffer
+from splitroll.weights.source import Source, checksum, materialize
+
+
+class DiskOutbox:
+    """One version on its way; engines read it once all of it is written."""
+
+    def __init__(self, folder: Path, buckets: tuple[Bucket, ...], timeout_s: float) -> None:
+        self.folder = folder
+        self.buckets = buckets
+        self.readable = threading.Event()
+        self._timeout_s = timeout_s
+        self._abandoned = False
+
+    @property
+    def staging(self) -> Path:
+        return self.folder.with_name(self.folder.name + ".writing")
+
+    def offer(self, checksums: Sequence[str] = ()) -> WeightOffer:
+        return WeightOffer(
+            folder=str(self.folder), timeout_s=self._timeout_s, checksum=tuple(checksums)
+        )
+
+    def write(self, source: Source, checksums: Sequence[str]) -> Mapping[str, str]:
+        shutil.rmtree(self.staging, ignore_errors=True)
+        self.staging.mkdir(parents=True)
+        sums = {}
+        for index, bucket in enumerate(self.buckets):
+            file = {}
+            for spec, _ in bucket.specs:
+                if self._abandoned:
+                    raise InterruptedError("the update was given up")
+                whole = materialize(source.tensors[spec.name])
+                file[spec.name] = whole.to("cpu", getattr(torch, spec.dtype)).contiguous()
+                if spec.name in checksums:
+                    sums[spec.name] = checksum(file[spec.name])
+            save_file(file, self.staging / f"model-{index:05d}.safetensors")
+        os.replace(self.staging, self.folder)
+        self.readable.set()
+        return sums
+
+    def abandon(self) -> None:
+        self._abandoned = True
+
+
+class DiskTransport:
+    """Keeps the files of the version that serves, and removes older ones.
+
+    Args:
+        folder: of this fleet alone.
+    """
+
+    def __init__(self, folder: Path, bucket_bytes: int, timeout_s: float) -> None:
+        self._folder = folder
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        self._current: DiskOutbox | None = None
+
+    def begin(self, version: int, shares: Sequence[Manifest], writers: Sequence[int]) -> DiskOutbox:
+        (share,) = shares
+        buckets, _ = layout([share], self._bucket_bytes)
+        return DiskOutbox(self._folder / f"version-{version}", buckets, self._timeout_s)
+
+    def commit(self, outbox: DiskOutbox) -> None:
+        old, self._current = self._current, outbox
+        if old is not None:
+            shutil.rmtree(old.folder, ignore_errors=True)
+
+    def discard(self, outbox: DiskOutbox) -> None:
+        shutil.rmtree(outbox.staging, ignore_errors=True)
+        shutil.rmtree(outbox.folder, ignore_errors=True)
+
+    def current(self) -> WeightOffer | None:
+        return None if self._current is None else self._current.offer()
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._current is not None:
+            yield from read_files(self._current.folder)
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def read_files(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter of a folder of safetensors files."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.offset_keys():
+                yield name, file.get_tensor(name)

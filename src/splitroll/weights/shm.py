@@ -1,0 +1,144 @@
+"""Weights through shared memory: written once by the trainer, copied by every engine worker of the
+host. Two segments take turns: the version that serves, and the next one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from splitroll.weights.manifest import Bucket, Manifest, ParamSpec, layout
+from splitroll.weights.offer import WeightOffer
+from splitroll.weights.segment import Segment
+from splitroll.weights.source import Source, checksum, materialize
+
+
+class ShmOutbox:
+    """One version on its way; see `splitroll.weights.transport.Outbox`."""
+
+    def __init__(self, segment: Segment, buckets: tuple[Bucket, ...], timeout_s: float) -> None:
+        self.segment = segment
+        self.buckets = buckets
+        self.readable = threading.Event()
+        self._timeout_s = timeout_s
+
+    def offer(self, checksums: Sequence[str] = ()) -> WeightOffer:
+        return WeightOffer(
+            segment=self.segment.address,
+            buckets=self.buckets,
+            timeout_s=self._timeout_s,
+            checksum=tuple(checksums),
+        )
+
+    def write(self, source: Source, checksums: Sequence[str]) -> Mapping[str, str]:
+        return write_share(self.segment, self.buckets, 0, source, checksums, self.readable.set)
+
+    def abandon(self) -> None:
+        self.segment.abandon()
+
+
+class ShmTransport:
+    """See the module's docstring."""
+
+    def __init__(self, bucket_bytes: int, timeout_s: float) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        self._current: ShmOutbox | None = None
+        self._spare: Segment | None = None
+
+    def begin(self, version: int, shares: Sequence[Manifest], writers: Sequence[int]) -> ShmOutbox:
+        buckets, size = layout(shares, self._bucket_bytes)
+        segment, self._spare = self._spare, None
+        if segment is not None and not segment.fits(len(buckets), size):
+            segment.close()
+            segment = None
+        if segment is None:
+            segment = Segment.create(len(buckets), size, writers)
+        else:
+            segment.reuse(writers)
+        return ShmOutbox(segment, buckets, self._timeout_s)
+
+    def commit(self, outbox: ShmOutbox) -> None:
+        old, self._current = self._current, outbox
+        self._keep_spare(old)
+
+    def discard(self, outbox: ShmOutbox) -> None:
+        self._keep_spare(outbox)
+
+    def current(self) -> WeightOffer | None:
+        return None if self._current is None else self._current.offer()
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._current is not None:
+            for bucket in self._current.buckets:
+                for spec, at in bucket.specs:
+                    yield spec.name, tensor_at(self._current.segment, spec, at)
+
+    def close(self) -> None:
+        self._keep_spare(self._current)
+        if self._spare is not None:
+            self._spare.close()
+        self._spare = self._current = None
+
+    def _keep_spare(self, outbox: ShmOutbox | None) -> None:
+        if outbox is None:
+            return
+        if self._spare is not None:
+            self._spare.close()
+        self._spare = outbox.segment
+
+
+def tensor_at(segment: Segment, spec: ParamSpec, offset: int) -> torch.Tensor:
+    """Return a parameter as a view on a segment."""
+    if spec.nbytes == 0:
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    data = torch.frombuffer(
+        segment.memory,
+        dtype=torch.uint8,
+        count=spec.nbytes,
+        offset=segment.address.data_at + offset,
+    )
+    return data.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def write_share(
+    segment: Segment,
+    buckets: Sequence[Bucket],
+    rank: int,
+    source: Source,
+    checksums: Iterable[str],
+    on_readable: object = None,
+) -> dict[str, str]:
+    """Write what one trainer rank owns, bucket by bucket, in the order of its tensors.
+
+    Parameters of other ranks are only gathered, where that takes all ranks.
+
+    Returns:
+        the checksums asked for, of the tensors as they are sent.
+    """
+    wanted = set(checksums)
+    sums = {}
+    places = {
+        spec.name: (index, spec, at)
+        for index, bucket in enumerate(buckets)
+        if bucket.owner == rank
+        for spec, at in bucket.specs
+    }
+    missing = [len(bucket.specs) for bucket in buckets]
+    for name, tensor in source.tensors.items():
+        if name not in places:
+            if callable(getattr(tensor, "full_tensor", None)):
+                materialize(tensor)
+            continue
+        index, spec, at = places[name]
+        whole = materialize(tensor)
+        tensor_at(segment, spec, at).copy_(whole)
+        if name in wanted:
+            sums[name] = checksum(whole.to(getattr(torch, spec.dtype)))
+        missing[index] -= 1
+        if not missing[index]:
+            segment.mark_written(index)
+            if callable(on_readable):
+                on_readable()
+    return sums

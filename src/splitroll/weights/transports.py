@@ -1,0 +1,23 @@
+"""The transport that a configuration names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from splitroll.config.schema import Weights
+from splitroll.weights.disk import DiskTransport
+from splitroll.weights.shm import ShmTransport
+from splitroll.weights.transport import Transport
+
+
+def make_transport(settings: Weights, fleet_id: str) -> Transport:
+    """Return a transport for one fleet, which nothing else shares."""
+    match settings.transport:
+        case "shm":
+            return ShmTransport(settings.bucket_bytes, settings.timeout_s)
+        case "disk":
+            assert settings.path is not None, "check_config sees to it"
+            folder = Path(settings.path) / f"splitroll-{fleet_id}"
+            return DiskTransport(folder, settings.bucket_bytes, settings.timeout_s)
+        case _:
+            raise NotImplementedError(settings.transport)
