@@ -102,6 +102,7 @@ async def simulated(
     specs = place(config, [Node("node", "10.0.0.1", (), (0, 1))])
     launcher = launcher or SimulatedLauncher(latency, **engine_arguments)
     launcher.lease_s = config.disaggregation.kv_lease_s
+    launcher.checkpoint = checkpoint
     async with open_fleet(config, specs, launcher) as (fleet, handoff):
         dispatcher = Dispatcher(fleet, handoff, config.dispatch, config.limits)
         updater = Updater(

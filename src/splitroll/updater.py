@@ -209,6 +209,9 @@ class Updater:
         async def write() -> Mapping[str, str]:
             try:
                 return await asyncio.to_thread(outbox.write, source, checksums)
+            except BaseException:
+                outbox.abandon()  # so that engines that read it stop waiting
+                raise
             finally:
                 transaction.write_s = time.monotonic() - begun_s
 
@@ -321,6 +324,8 @@ class Updater:
             async with asyncio.timeout(limit_s):
                 if phase is Phase.GATE:
                     await self._shut()
+                elif who == FLEET:
+                    await asyncio.shield(transaction.writing)
                 else:
                     await self._do(phase, transaction.engines[who], transaction, restoring)
         except EngineDied as exc:
@@ -329,7 +334,8 @@ class Updater:
         except TimeoutError:
             cause = f"no answer in {limit_s:g} s (weights.timeout_s)"
             if who == FLEET:
-                return Failed(who, f"work in flight did not end in {limit_s:g} s")
+                doing = "work in flight" if phase is Phase.GATE else "the trainer's writing"
+                return Failed(who, f"{doing} did not end in {limit_s:g} s (weights.timeout_s)")
             # An engine that does not answer cannot be asked to go back either.
             transaction.causes[who] = cause
             return Died(who)

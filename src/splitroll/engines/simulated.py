@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import math
 import os
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ class SimulatedEngine(Engine):
     Args:
         engine_id: of this incarnation; handles name it.
         num_blocks: KV blocks in all.
+        checkpoint: folder of the weights that it starts with; it has none of its own if None.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class SimulatedEngine(Engine):
         max_model_len: int = 8192,
         weight_version: int = 0,
         lease_s: float = 30.0,
+        checkpoint: Path | None = None,
     ) -> None:
         self._info = EngineInfo(
             name=name,
@@ -159,7 +162,7 @@ class SimulatedEngine(Engine):
         self._pinned: dict[str, tuple[float, _Kv]] = {}
         self._cache: OrderedDict[int, str] = OrderedDict()
         """Block hash to the digest of the weights that computed the block."""
-        self._weights = ""
+        self._weights = "" if checkpoint is None else _digest_of(checkpoint)
         """Digest of the weights; every token depends on it."""
         self._running_on = asyncio.Event()
         self._running_on.set()
@@ -311,7 +314,10 @@ class SimulatedEngine(Engine):
     async def pause(self, *, abort: bool = False) -> None:
         await self._control("pause")
         if abort:
-            await self.abort(list(self._running))
+            ending = dict(self._running)
+            await self.abort(list(ending))
+            while any(self._running.get(name) is state for name, state in ending.items()):
+                await self._spend(_FREED_POLL_S)
         self._running_on.clear()
 
     async def resume(self) -> None:
@@ -335,14 +341,13 @@ class SimulatedEngine(Engine):
 
     def _read(self, offer: WeightOffer) -> tuple[dict[str, str], str]:
         """Read an offer to its end; returns the checksums asked for and a digest of all of it."""
-        whole = []
+        whole = {}
         for name, data in _named_bytes(offer):
             if self.faults.fail_loads and name == self.faults.fail_parameter:
                 self.faults.fail_loads -= 1
                 raise RuntimeError(f"parameter {name}: simulated fault while loading")
-            whole.append((name, hashlib.sha256(data).hexdigest()))
-        digest = hashlib.sha256(repr(sorted(whole)).encode()).hexdigest()
-        return {name: sum_ for name, sum_ in whole if name in offer.checksum}, digest
+            whole[name] = hashlib.sha256(data).hexdigest()
+        return {name: whole[name] for name in offer.checksum}, _digest(whole)
 
     async def _control(self, call: str) -> None:
         if self.faults.die_at == call:
@@ -507,7 +512,7 @@ class SimulatedLauncher:
         faults: by engine name; they stay with the name over restarts.
         engines: the present incarnation of each engine.
         launched: how many incarnations there were.
-        lease_s: of the handles of engines launched from now on, as the configuration has it.
+        lease_s, checkpoint: of engines launched from now on, as the configuration has them.
     """
 
     def __init__(self, latency: LatencyModel | None = None, **engine_arguments: Any) -> None:
@@ -515,6 +520,7 @@ class SimulatedLauncher:
         self.engines: dict[str, SimulatedEngine] = {}
         self.launched = 0
         self.lease_s = 30.0
+        self.checkpoint: Path | None = None
         self._fabric = Fabric()
         self._latency = latency
         self._engine_arguments = engine_arguments
@@ -529,6 +535,7 @@ class SimulatedLauncher:
             latency=self._latency,
             faults=self.faults.setdefault(spec.name, Faults()),
             lease_s=self.lease_s,
+            checkpoint=self.checkpoint,
             **self._engine_arguments,
         )
         await engine.start()
@@ -545,6 +552,16 @@ def version_spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
         else:
             spans.append(VersionSpan(version, i, i + 1))
     return tuple(spans)
+
+
+def _digest(checksums: Mapping[str, str]) -> str:
+    return hashlib.sha256(repr(sorted(checksums.items())).encode()).hexdigest()
+
+
+@functools.cache
+def _digest_of(folder: Path) -> str:
+    named = _named_bytes(WeightOffer(folder=str(folder)))
+    return _digest({name: hashlib.sha256(data).hexdigest() for name, data in named})
 
 
 def _named_bytes(offer: WeightOffer) -> Iterator[tuple[str, bytes]]:

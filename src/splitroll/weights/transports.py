@@ -12,12 +12,14 @@ from splitroll.weights.transport import Transport
 
 def make_transport(settings: Weights, fleet_id: str) -> Transport:
     """Return a transport for one fleet, which nothing else shares."""
+    # Engines must give the trainer up before they are given up themselves.
+    wait_s = settings.timeout_s / 2
     match settings.transport:
         case "shm":
-            return ShmTransport(settings.bucket_bytes, settings.timeout_s)
+            return ShmTransport(settings.bucket_bytes, wait_s)
         case "disk":
             assert settings.path is not None, "check_config sees to it"
             folder = Path(settings.path) / f"splitroll-{fleet_id}"
-            return DiskTransport(folder, settings.bucket_bytes, settings.timeout_s)
+            return DiskTransport(folder, settings.bucket_bytes, wait_s)
         case _:
             raise NotImplementedError(settings.transport)

@@ -28,6 +28,7 @@ class Phase(enum.Enum):
     PAUSE = "pause"
     """No engine computes."""
     LOAD = "load"
+    """The trainer has written all, and every engine has loaded it."""
     VERIFY = "verify"
     CLEAR = "clear"
     """No cache holds anything that the old weights computed."""
@@ -151,5 +152,7 @@ class Update:
             outcome = Outcome.PUBLISHED if changed else Outcome.KEPT
             return replace(self, phase=phase, waiting=frozenset(), outcome=outcome)
         who = frozenset({FLEET}) if phase in _OF_THE_FLEET else self.engines
+        if phase is Phase.LOAD and not self.restoring:
+            who |= {FLEET}
         entered = replace(self, phase=phase, waiting=who)
         return entered if who else entered._leave()
