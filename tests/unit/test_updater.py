@@ -121,10 +121,11 @@ async def test_no_cache_outlives_fifty_updates(checkpoint: Path) -> None:
 @pytest.mark.parametrize("mode", MODES)
 async def test_updates_of_a_busy_fleet_lose_and_mix_nothing(checkpoint: Path, mode: str) -> None:
     async with updating(checkpoint, f"weights.in_flight={mode}") as system:
-        jobs = start(system, 16)
+        jobs = start(system, 16, max_tokens=60)
+        await decoding(system)
         for value in range(1, 6):
-            await asyncio.sleep(0.02)
             await system.updater.update(weights(value))
+            await asyncio.sleep(0.02)
         groups = await collect(jobs)
         for group in groups:
             assert [sample.sample for sample in group.samples] == [0, 1, 2, 3]
@@ -142,6 +143,12 @@ async def test_updates_of_a_busy_fleet_lose_and_mix_nothing(checkpoint: Path, mo
         await idle(system)
         again = await collect(start(system, 3))
     assert tokens(again) == tokens(await oracle(checkpoint, 5, 3))
+
+
+async def decoding(system: SimulatedSystem) -> None:
+    """Return when a decode engine has something to decode."""
+    while not any([(await e.load()).running for e in system.fleet.ready(Role.DECODE)]):
+        await asyncio.sleep(0.001)
 
 
 async def idle(system: SimulatedSystem) -> None:
@@ -172,7 +179,8 @@ async def test_keep_goes_on_with_kv_computed_again(checkpoint: Path) -> None:
     the old ones would give other tokens."""
     async with updating(checkpoint, "weights.in_flight=keep") as system:
         (job,) = start(system, 1, n=2, max_tokens=60)
-        await asyncio.sleep(0.08)
+        await decoding(system)
+        await asyncio.sleep(0.02)
         await system.updater.update(weights(3))
         (kept,) = await collect([job])
         assert [span.version for span in kept.samples[0].weight_versions] == [0, 1]
@@ -205,7 +213,8 @@ def cut(sample: Sample, at: int) -> dict[str, object]:
 async def test_abort_returns_what_there_is_and_a_group_can_be_continued(checkpoint: Path) -> None:
     async with updating(checkpoint, "weights.in_flight=abort") as system:
         (job,) = start(system, 1, max_tokens=60)
-        await asyncio.sleep(0.08)
+        await decoding(system)
+        await asyncio.sleep(0.02)
         await system.updater.update(weights(3))
         (partial,) = await collect([job])
         assert not partial.is_complete
