@@ -136,8 +136,8 @@ async def test_updates_of_a_busy_fleet_lose_and_mix_nothing(checkpoint: Path, mo
                 assert len(sample.logprobs) == len(sample.token_ids)
                 if mode == "drain":
                     assert len(sample.weight_versions) == 1
-        served = {sample.weight_version for sample in samples(groups)}
-        assert (len(served) > 1) is (mode == "keep"), "the updates came while it was busy"
+        # Whether the updates came while it was busy.
+        assert any(len(s.weight_versions) > 1 for s in samples(groups)) is (mode == "keep")
         aborted = any(sample.finish_reason == "abort" for sample in samples(groups))
         assert aborted is (mode == "abort")
         await idle(system)
