@@ -71,7 +71,7 @@ class LiveTable:
             table.add_row(
                 str(step.step),
                 number(step.reward),
-                number(step.logprob_gap_mean, ".2g"),
+                number(step.logprob_gap_mean, "#.2g"),
                 *(f"{s:.1f} s" for s in seconds),
                 str(step.weight_version),
             )
@@ -101,7 +101,7 @@ def step_line(record: StepRecord, total_steps: int | None = None) -> str:
     parts = [
         f"step {record.step}{of}",
         f"reward {number(record.reward)}",
-        f"gap {number(record.logprob_gap_mean, '.2g')}",
+        f"gap {number(record.logprob_gap_mean, '#.2g')}",
         f"generate {record.generate_s:.1f} s",
         f"sync {record.sync_s:.1f} s",
         f"train {record.train_s:.1f} s",

@@ -34,7 +34,7 @@ _CSS = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #161b22; --soft: #21262d;
   --line: #30363d; --muted: #9aa4af; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 64rem; padding: 1.5rem 1rem 3rem; background: var(--paper);
+body { margin: 0 auto; max-width: 70rem; padding: 1.5rem 1rem 3rem; background: var(--paper);
   color: var(--ink); font: 1rem/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 1rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
@@ -50,7 +50,7 @@ dl.key dd { margin: 0; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
 table { border-collapse: collapse; width: 100%; }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: left;
   vertical-align: top; overflow-wrap: anywhere; }
-.facts th { width: 14rem; font-weight: 600; }
+.facts th { width: 25%; font-weight: 600; }
 .steps { font-size: .8rem; font-variant-numeric: tabular-nums; }
 .steps th, .steps td { text-align: right; overflow-wrap: normal; padding: .3rem .35rem; }
 .steps td { white-space: nowrap; }
@@ -68,7 +68,8 @@ def write_report(
         steps: at least one.
         title: of the page.
         facts: what to tell of the run, by name: model, task, engines, settings. Of an absolute
-            path only the last name is told.
+            path only the last name is told. What the steps say is added, and the versions of what
+            is installed, under names that are not given.
 
     Returns:
         The three files.
@@ -100,6 +101,7 @@ def _page(
         f"{number(first)} in the first quarter, {number(last)} in the last."
     )
     times_alt = f"Stacked bars of the wall time of each step. Mean step: {_shares(steps)}."
+    found = {k: v for k, v in (_found(steps) | _versions()).items() if k not in facts}
     name = _text(title)
     return f"""<!doctype html>
 <html lang="en">
@@ -116,7 +118,7 @@ def _page(
 {_figure(reward, reward_figure(steps, DARK), reward_alt, _quarter_note(steps))}
 {_figure(times, steps_figure(steps, DARK), times_alt, _TIMES_NOTE)}
 <h2>The run</h2>
-{_facts({**facts, **_found(steps)} | _versions(facts))}
+{_facts({**facts, **found})}
 <h2>All steps</h2>
 {_steps_table(steps)}
 </main>
@@ -144,7 +146,7 @@ def _key_numbers(steps: Sequence[StepRecord]) -> str:
         "reward, first → last quarter": f"{number(first)} → {number(last)}",
         "steps": str(len(steps)),
         "mean step": _with_unit(total_s, ".2f", "s"),
-        "mean log-probability gap": _with_unit(gap, ".2g", "nats"),
+        "mean log-probability gap": _with_unit(gap, "#.2g", "nats"),
     }
     cells = (f"<div><dt>{_text(k)}</dt><dd>{_text(v)}</dd></div>" for k, v in rows.items())
     return f'<dl class="key">{"".join(cells)}</dl>'
@@ -162,8 +164,8 @@ def _found(steps: Sequence[StepRecord]) -> dict[str, str]:
     found = {
         "mean reward": f"{number(first)} in the first quarter, {number(last)} in the last",
         "mean step": _shares(steps),
-        "log-probability gap": f"{_with_unit(gap, '.2g', 'nats')} mean, "
-        f"{_with_unit(max(gaps, default=None), '.2g', 'nats')} at most (engine against trainer)",
+        "log-probability gap": f"{_with_unit(gap, '#.2g', 'nats')} mean, "
+        f"{_with_unit(max(gaps, default=None), '#.2g', 'nats')} at most (engine against trainer)",
         "samples": f"{samples}: " + ", ".join(f"{n} {kind}" for kind, n in routes.items()),
         "tokens sampled": f"{tokens}",
         "wall time": f"{sum(map(_total_s, steps)) / 60:.1f} min",
@@ -174,10 +176,8 @@ def _found(steps: Sequence[StepRecord]) -> dict[str, str]:
     return found
 
 
-def _versions(facts: Mapping[str, str]) -> dict[str, str]:
-    """Return the versions of what ran, unless the facts tell them."""
-    if "versions" in facts:
-        return {}
+def _versions() -> dict[str, str]:
+    """Return the versions of what runs here."""
     versions = [f"splitroll {splitroll.__version__}", f"Python {platform.python_version()}"]
     for package in _PACKAGES:
         try:
@@ -210,10 +210,9 @@ def _steps_table(steps: Sequence[StepRecord]) -> str:
     phases = list(dict.fromkeys(name for step in steps for name in step.sync_phases))
     head = [
         *("step", "weight version", "mean reward", "reward std", "loss", "gap mean (nats)"),
-        *("gap max (nats)", "samples", "split / shared / local", "tokens", "generate (s)"),
-        *("prefill (s)", "transfer (s)", "decode (s)", "sync (s)"),
+        *("gap max (nats)", "samples", "split / shared / local", "tokens", "total (s)"),
+        *("generate (s)", "prefill (s)", "transfer (s)", "decode (s)", "sync (s)", "train (s)"),
         *(f"sync: {name} (s)" for name in phases),
-        *("train (s)", "total (s)"),
     ]
     columns = "".join(f'<th scope="col">{_text(name)}</th>' for name in head)
     rows = "\n".join(_steps_row(step, phases) for step in steps)
@@ -225,17 +224,17 @@ def _steps_table(steps: Sequence[StepRecord]) -> str:
 
 
 def _steps_row(step: StepRecord, phases: Iterable[str]) -> str:
-    generate = (step.generate_s, step.prefill_s, step.transfer_s, step.decode_s, step.sync_s)
+    generate = (step.total_s, step.generate_s, step.prefill_s, step.transfer_s, step.decode_s)
     cells = [
         str(step.weight_version),
         *(number(v) for v in (step.reward, step.reward_std)),
-        *(number(v, ".2g") for v in (step.loss, step.logprob_gap_mean, step.logprob_gap_max)),
+        number(step.loss, "#.2g"),
+        *(number(v, "#.2g") for v in (step.logprob_gap_mean, step.logprob_gap_max)),
         str(step.samples),
         f"{step.split} / {step.shared} / {step.local}",
         str(step.tokens),
-        *(number(v, ".2f") for v in generate),
+        *(number(v, ".2f") for v in (*generate, step.sync_s, step.train_s)),
         *(number(step.sync_phases.get(name), ".2f") for name in phases),
-        *(number(v, ".2f") for v in (step.train_s, step.total_s)),
     ]
     values = "".join(f"<td>{cell}</td>" for cell in cells)
     return f'<tr><th scope="row">{step.step}</th>{values}</tr>'
