@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from splitroll.errors import GroupFailed
 from splitroll.types import FailedGroup, Group, Prompt, Sample, SamplingParams
@@ -193,6 +193,4 @@ def _next_turn(
 def _extended(episode: Episode, prompt: Prompt, sample: Sample) -> Episode:
     before = len(episode.prompt.token_ids) + len(episode.token_ids)
     observation = prompt.token_ids[before:]
-    return Episode(
-        episode.prompt, (*episode.turns, sample), (*episode.observations, observation)
-    )
+    return Episode(episode.prompt, (*episode.turns, sample), (*episode.observations, observation))

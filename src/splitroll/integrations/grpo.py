@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
+from splitroll.config import collecting
 from splitroll.errors import ConfigError, InvalidRequest, Problem
 from splitroll.types import SamplingParams
 
@@ -26,6 +27,9 @@ _OFF = {
 }
 """Settings that must stand at their default, with what to do."""
 
+_WITHOUT_EFFECT = ("vllm_importance_sampling_correction",)
+"""TRL corrects only samples of its own vLLM: False says what happens in any case."""
+
 _ELSEWHERE = {
     "seed": "set `seed` of GRPOConfig; every sample's own is derived from it",
     "temperature": "set `temperature` of GRPOConfig: the trainer divides its logits by that one",
@@ -33,7 +37,7 @@ _ELSEWHERE = {
     "num_return_sequences": "set `num_generations` of GRPOConfig",
     "max_new_tokens": "vLLM's name is max_tokens; or set `max_completion_length`",
     "min_new_tokens": "vLLM's name is min_tokens",
-    "eos_token_id": "vLLM's name is stop_token_ids; the model's own end tokens are always among them",
+    "eos_token_id": "vLLM's name is stop_token_ids; the model's own ends are always among them",
     "stop_strings": "vLLM's name is stop",
     "do_sample": "leave it out: samples are always drawn",
     "num_beams": "beams are not samples of the policy: leave it out",
@@ -48,20 +52,31 @@ _CONFIG_NAMES = {"max_tokens": "max_completion_length"}
 """Names of GRPOConfig where they differ from SamplingParams'."""
 
 
+def check_settings(args: Any) -> None:
+    """Check all of a GRPOConfig that needs no trainer.
+
+    Raises:
+        ConfigError: with every setting that cannot be honoured.
+    """
+    problems = list(refusals(args))
+    with collecting(problems):
+        sampling_params(args, ())
+    if problems:
+        raise ConfigError(problems)
+
+
 def refusals(args: Any) -> Iterator[Problem]:
     """Yield every setting of a GRPOConfig that splitroll cannot honour.
 
     TRL's own vLLM and everything about it is refused, also where TRL would merely ignore it.
-    `vllm_importance_sampling_correction` may be False, which is what happens in any case: TRL
-    corrects only samples of its own vLLM.
     """
     for field in fields(args):
         value, default = getattr(args, field.name), _default(field)
-        if field.name in _OFF and value not in (default, None, "", [], {}, False):
+        if value in (default, None, "", []) or field.name in _WITHOUT_EFFECT:
+            continue
+        if field.name in _OFF:
             yield Problem(field.name, repr(value), repr(default), _OFF[field.name])
-        elif field.name == "ds3_gather_for_generation" and not value:
-            yield Problem(field.name, repr(value), repr(default), _OFF[field.name])
-        elif field.name.startswith("vllm_") and value != default and value is not False:
+        elif field.name.startswith("vllm_"):
             hint = "it belongs to TRL's own vLLM, which is not used: leave it out"
             yield Problem(field.name, repr(value), repr(default), hint)
     if args.world_size > 1:

@@ -25,9 +25,10 @@ import torch
 from accelerate.utils import is_peft_model
 from transformers import TrainerCallback
 
+from splitroll.config import collecting
 from splitroll.environment import Environment, Episode, play
 from splitroll.errors import ConfigError, Problem
-from splitroll.integrations.grpo import refusals, sampling_params
+from splitroll.integrations.grpo import check_settings, sampling_params
 from splitroll.report.attribution import attribute
 from splitroll.rollout import Activity
 from splitroll.types import FailedGroup, Group, Prompt, Sample, SamplingParams, derive_seed
@@ -104,8 +105,8 @@ class TrlBridge:
         """Generate one completion for each prompt, in order; for `GRPOTrainer(rollout_func=...)`.
 
         Returns:
-            `prompt_ids`, `completion_ids` and `logprobs`, lists with one list for each prompt; with
-            an environment `env_mask`, 0 for its tokens, whose log-probability is 0.0; and `COLUMNS`.
+            `prompt_ids`, `completion_ids` and `logprobs`, with one list for each prompt; `COLUMNS`;
+            with an environment also `env_mask`, 0 for its tokens, whose log-probability is 0.0.
 
         Raises:
             ConfigError: with every setting that cannot be honoured, before anything is generated.
@@ -144,14 +145,12 @@ class TrlBridge:
         Raises:
             ConfigError: with every setting of the trainer that cannot be honoured.
         """
-        problems = [*refusals(trainer.args), *self._trainer_problems(trainer)]
-        try:
-            params = sampling_params(trainer.args, trainer.eos_token_ids)
-        except ConfigError as exc:
-            problems += exc.problems
+        problems = [*self._trainer_problems(trainer)]
+        with collecting(problems):
+            check_settings(trainer.args)
         if problems:
             raise ConfigError(problems)
-        return params
+        return sampling_params(trainer.args, trainer.eos_token_ids)
 
     def push(self, *, again: bool = False) -> None:
         """Push the trainer's weights unless the engines hold those of this step.
@@ -241,9 +240,8 @@ class _PushWeights(TrainerCallback):  # type: ignore[misc]
         self._bridge = bridge
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse what can be refused before TRL starts an engine of its own."""
-        if problems := list(refusals(args)):
-            raise ConfigError(problems)
+        """Refuse what can be refused while TRL has not started an engine of its own."""
+        check_settings(args)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if getattr(kwargs.get("optimizer"), "step_was_skipped", False):
