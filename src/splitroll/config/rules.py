@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from splitroll.config.grpo import grpo_problems
 from splitroll.config.schema import Config
 from splitroll.errors import ConfigError, Problem
 from splitroll.model import ModelFacts
@@ -61,6 +62,7 @@ def check_config(config: Config, facts: ModelFacts) -> None:
         *_match_problems(config),
         *_length_problems(config, facts),
         *_group_problems(config),
+        *grpo_problems(config.train.grpo),
     ]
     if problems:
         raise ConfigError(problems)
