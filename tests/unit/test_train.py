@@ -25,19 +25,6 @@ from splitroll.errors import ConfigError
 from splitroll.report import StepRecord, read_steps
 from splitroll.train import MODEL_FOLDER, STEPS_FILE, plan_training, step_record, train
 
-CHAT = "{% for m in messages %}{{ m.content }} {% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def chat_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a chat template."""
-    folder = tmp_path_factory.mktemp("chat")
-    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(folder)
-    return folder
-
 
 def settings(model: Path, out: Path, **section: Any) -> dict[str, Any]:
     grpo = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 4,
