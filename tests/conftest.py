@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import contextlib
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,19 @@ from tiny_model import make_tiny_model
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of 13 MB in float32, with a tokenizer: fast, and exact to compare."""
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def chat_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a chat template."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("chat") / "tiny"
+    shutil.copytree(tiny_model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from splitroll.blocking import BlockingRollout
     from splitroll.config import Config, load_config
+    from splitroll.environment import Environment, Episode
     from splitroll.errors import ConfigError, GroupFailed, InvalidRequest, SplitrollError
     from splitroll.rollout import Activity, Rollout
     from splitroll.types import FailedGroup, Group, Prompt, Route, Sample, SamplingParams, Timing
@@ -17,6 +18,8 @@ _HOMES = {
     "BlockingRollout": "blocking",
     "Config": "config",
     "ConfigError": "errors",
+    "Environment": "environment",
+    "Episode": "environment",
     "FailedGroup": "types",
     "Group": "types",
     "GroupFailed": "errors",
@@ -48,6 +51,8 @@ if TYPE_CHECKING:
         BlockingRollout,
         Config,
         ConfigError,
+        Environment,
+        Episode,
         FailedGroup,
         Group,
         GroupFailed,

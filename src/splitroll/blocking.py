@@ -71,7 +71,7 @@ class BlockingRollout:
         prompts: Iterable[PromptLike],
         *,
         n: int = 1,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         on_error: OnError = "raise",
     ) -> Iterator[Group | FailedGroup]:
         """Yield groups as they complete; see `Rollout.generate`."""

@@ -157,7 +157,7 @@ class Rollout:
         prompts: Iterable[PromptLike],
         *,
         n: int = 1,
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         on_error: OnError = "raise",
     ) -> AsyncIterator[Group | FailedGroup]:
         """Generate n samples of every prompt; yields groups as they complete, in any order.
@@ -169,7 +169,8 @@ class Rollout:
                 A `Group` that a weight update ended early is continued: its samples keep their
                 tokens, their number and their seeds; `sampling` counts what they have.
             n: samples per prompt, each with a seed of its own.
-            sampling: how to sample; the defaults if None.
+            sampling: how to sample: for all prompts, or a list with one for each; the defaults
+                if None.
             on_error: "raise" ends everything at the first group that cannot be completed;
                 "yield" yields a FailedGroup in its place and goes on.
 
@@ -200,7 +201,11 @@ class Rollout:
             await asyncio.gather(*running, return_exceptions=True)
 
     def plan(
-        self, prompts: Iterable[PromptLike], *, n: int, sampling: SamplingParams
+        self,
+        prompts: Iterable[PromptLike],
+        *,
+        n: int,
+        sampling: SamplingParams | Sequence[SamplingParams],
     ) -> list[GroupWork]:
         """Turn prompts into groups, checked against the fleet's limits.
 
@@ -277,7 +282,7 @@ def plan_groups(
     prompts: Iterable[PromptLike],
     *,
     n: int,
-    sampling: SamplingParams,
+    sampling: SamplingParams | Sequence[SamplingParams],
     tokenizer: Tokenizer,
     max_model_len: int,
     vocab_size: int,
@@ -288,33 +293,32 @@ def plan_groups(
         InvalidRequest: with every problem: n, prompts that are empty or too long, ids used twice.
     """
     problems: list[Problem] = []
-    given: Any = sampling
-    if not isinstance(given, SamplingParams):
-        found, hint = type(given).__name__, "write SamplingParams(max_tokens=...)"
-        raise InvalidRequest([Problem("sampling", found, "a SamplingParams", hint)])
     if isinstance(prompts, str | Mapping | Prompt) or not isinstance(prompts, Iterable):
         found, hint = type(prompts).__name__, "wrap it: [prompt]"
         raise InvalidRequest([Problem("prompts", found, "a list of prompts", hint)])
     if not isinstance(n, int) or n < 1:
         problems.append(Problem("n", repr(n), "a whole number from 1", "ask for 1 or more"))
-    problems += _vocabulary_problems("sampling.stop_token_ids", sampling.stop_token_ids, vocab_size)
-    seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
+    asked = list(prompts)
+    samplings = _sampling_of_each(sampling, len(asked))
+    drawn = secrets.randbits(62)
+    for one in dict.fromkeys(samplings):
+        problems += _vocabulary_problems("sampling.stop_token_ids", one.stop_token_ids, vocab_size)
     works = []
-    for index, given in enumerate(prompts):
+    for index, (given, one) in enumerate(zip(asked, samplings, strict=True)):
         try:
             prompt = read_prompt(given, index, tokenizer)
         except InvalidRequest as exc:
             problems += exc.problems
             continue
-        if (problem := _length_problem(prompt, sampling, max_model_len)) is not None:
+        if (problem := _length_problem(prompt, one, max_model_len)) is not None:
             problems.append(problem)
         problems += _vocabulary_problems(f"prompt {prompt.id}", prompt.token_ids, vocab_size)
         begun: Mapping[int, Sample] = {}
         if isinstance(given, Group):
             begun = {sample.sample: sample for sample in given.samples}
-            problems += _continuation_problems(given, sampling)
-        count = len(begun) or n
-        works.append(GroupWork(prompt, count, sampling, derive_seed(seed, prompt.id), begun))
+            problems += _continuation_problems(given, one)
+        seed = drawn if one.seed is None else one.seed
+        works.append(GroupWork(prompt, len(begun) or n, one, derive_seed(seed, prompt.id), begun))
     for prompt_id, count in Counter(work.prompt.id for work in works).items():
         if count > 1:
             hint = "samples are told apart by it: give each prompt its own"
@@ -336,6 +340,23 @@ def _continuation_problems(group: Group, sampling: SamplingParams) -> list[Probl
     found = f"a sample of {longest} tokens to be continued"
     allowed = f"fewer than max_tokens, which is {sampling.max_tokens}"
     return [Problem(path, found, allowed, "raise max_tokens")]
+
+
+def _sampling_of_each(sampling: Any, count: int) -> list[SamplingParams]:
+    """Return the sampling of each prompt, given one for all of them or one for each."""
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    hint = "write SamplingParams(max_tokens=...)"
+    if not isinstance(sampling, Sequence):
+        found = type(sampling).__name__
+        raise InvalidRequest([Problem("sampling", found, "a SamplingParams", hint)])
+    if wrong := [one for one in sampling if not isinstance(one, SamplingParams)]:
+        found = f"a list with {type(wrong[0]).__name__}"
+        raise InvalidRequest([Problem("sampling", found, "a list of SamplingParams", hint)])
+    if len(sampling) != count:
+        found, hint = f"{len(sampling)} for {count} prompts", "give one for each prompt, or one"
+        raise InvalidRequest([Problem("sampling", found, str(count), hint)])
+    return list(sampling)
 
 
 def _length_problem(prompt: Prompt, sampling: SamplingParams, max_model_len: int) -> Problem | None:

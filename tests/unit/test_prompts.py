@@ -160,3 +160,13 @@ def test_an_empty_or_missing_prompts_file_is_told(tmp_path: Path) -> None:
     assert len(problems) == 1
     with pytest.raises(InvalidRequest):
         read_prompt_file(tmp_path / "missing", problems)
+
+
+def test_each_prompt_may_be_sampled_in_its_own_way() -> None:
+    samplings = [SamplingParams(max_tokens=m, seed=0) for m in (1, 2)]
+    works = plan_groups(["a", "b"], n=1, sampling=samplings, tokenizer=TOKENIZER,
+                        max_model_len=10, vocab_size=1000)  # fmt: skip
+    assert [work.sampling.max_tokens for work in works] == [1, 2]
+    with pytest.raises(InvalidRequest, match="2 for 1 prompts"):
+        plan_groups(["a"], n=1, sampling=samplings, tokenizer=TOKENIZER,
+                    max_model_len=10, vocab_size=1000)  # fmt: skip

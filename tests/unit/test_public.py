@@ -10,6 +10,8 @@ def test_public_names_are_these() -> None:
         "BlockingRollout",
         "Config",
         "ConfigError",
+        "Environment",
+        "Episode",
         "FailedGroup",
         "Group",
         "GroupFailed",

@@ -6,10 +6,11 @@ import argparse
 import asyncio
 import contextlib
 import importlib
+import inspect
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 EXIT_FAILED = 1
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from splitroll.errors import ConfigError, SplitrollError
 
         try:
-            return asyncio.run(_until_signal(command.run(args)))
+            return _run(command.run, args)
         except ConfigError as exc:
             print(f"splitroll: {exc}", file=sys.stderr)
             return EXIT_BAD_INPUT
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help="check and print the resolved configuration")
     _add_config(config)
     _add_bench(commands.add_parser("bench", help="compare a split with a colocated fleet"))
+    _add_train(commands.add_parser("train", help="train a model on a task with TRL's GRPO"))
     return parser
 
 
@@ -121,6 +123,15 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--out", metavar="DIR", help="where the run is written (train.out)")
+    parser.add_argument("--steps", type=int, help="optimizer steps (train.steps)")
+    parser.add_argument("--seed", type=int, help="(train.seed)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier run's files")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+
+
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML; without it, the defaults")
     parser.add_argument(
@@ -134,8 +145,15 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _run(command: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> int:
+    """Run a command, async or not; SIGTERM ends it as Ctrl-C does, with all engines closed."""
+    if inspect.iscoroutinefunction(command):
+        return asyncio.run(_until_signal(command(args)))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return command(args)  # type: ignore[no-any-return]
+
+
 async def _until_signal(work: Any) -> int:
-    """Run a command; SIGTERM ends it as Ctrl-C does, with all engines closed."""
     task = asyncio.ensure_future(work)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     return await task  # type: ignore[no-any-return]

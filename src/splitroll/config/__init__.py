@@ -11,6 +11,7 @@ from splitroll.config.schema import (
     Limits,
     Ray,
     RoleEngines,
+    Train,
 )
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Limits",
     "Ray",
     "RoleEngines",
+    "Train",
     "check_config",
     "collecting",
     "examine",

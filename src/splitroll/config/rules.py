@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from splitroll.config.grpo import grpo_problems
 from splitroll.config.schema import Config
 from splitroll.errors import ConfigError, Problem
 from splitroll.model import ModelFacts
@@ -63,6 +64,7 @@ def check_config(config: Config, facts: ModelFacts) -> None:
         *_length_problems(config, facts),
         *_group_problems(config),
         *_weight_problems(config),
+        *grpo_problems(config.train.grpo),
     ]
     if problems:
         raise ConfigError(problems)

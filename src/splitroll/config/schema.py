@@ -122,6 +122,25 @@ class Limits(Section):
     """Attempts to restart a dead engine before it is given up."""
 
 
+class Train(Section):
+    """GRPO with TRL's trainer on a task with verifiable answers; `splitroll train` reads it."""
+
+    task: str = "products"
+    """A dataset of reasoning-gym."""
+    task_set: Mapping[str, Any] | None = None
+    """The dataset's own settings. Left out: one-digit factors for products, else its defaults."""
+    num: int = Field(64, ge=1)
+    """Questions of the task; they are gone through as often as the steps need."""
+    out: str | None = None
+    """The folder that the run is written to."""
+    steps: int = Field(16, ge=1)
+    """Optimizer steps."""
+    seed: int = Field(0, ge=0)
+    """Of the task's questions, their order, and every sample."""
+    grpo: Mapping[str, Any] = Field(default_factory=dict)
+    """Any field of TRL's GRPOConfig; they win over `splitroll train`'s own defaults."""
+
+
 class Config(Section):
     """Everything that a rollout system needs to know."""
 
@@ -136,3 +155,4 @@ class Config(Section):
     ray: Ray = Ray()
     devices: Devices = Devices()
     limits: Limits = Limits()
+    train: Train = Train()

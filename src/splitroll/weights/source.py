@@ -99,15 +99,27 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _module_tensors(module: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     is_peft = hasattr(module, "merge_adapter") and hasattr(module, "unmerge_adapter")
-    if is_peft:
-        module.merge_adapter()
-    try:
+    with _merged(module) if is_peft else contextlib.nullcontext():
         named = dict(module.named_parameters(remove_duplicate=False))
         named |= _persistent_buffers(module)
         yield _collected(_plain_names(named, is_peft).items())
-    finally:
-        if is_peft:
+
+
+@contextlib.contextmanager
+def _merged(module: Any) -> Iterator[None]:
+    """Merge a PEFT model's adapters for a while. Subtracting them again rounds, and would drift
+    over many updates: the base weights are put back from copies, bit for bit."""
+    bases = [child.base_layer for child in module.modules() if hasattr(child, "base_layer")]
+    adapted = [parameter for base in bases for parameter in base.parameters()]
+    copies = [parameter.detach().clone() for parameter in adapted]
+    with torch.no_grad():
+        module.merge_adapter()
+        try:
+            yield
+        finally:
             module.unmerge_adapter()
+            for parameter, copy in zip(adapted, copies, strict=True):
+                parameter.copy_(copy)
 
 
 def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
