@@ -26,12 +26,16 @@ _SAFETENSORS_DTYPES = {
     "I16": "int16",
     "I32": "int32",
     "I64": "int64",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
     "F16": "float16",
     "BF16": "bfloat16",
     "F32": "float32",
     "F64": "float64",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
 }
 """Of the safetensors format, by torch's names."""
 
@@ -41,12 +45,16 @@ _ITEM_BYTES = {
     "int8": 1,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
     "int16": 2,
+    "uint16": 2,
     "float16": 2,
     "bfloat16": 2,
     "int32": 4,
+    "uint32": 4,
     "float32": 4,
     "int64": 8,
+    "uint64": 8,
     "float64": 8,
 }
 _CASTABLE = ("float16", "bfloat16", "float32", "float64")
