@@ -111,9 +111,12 @@ def wire_manifest(checkpoint: Manifest, engine_dtype: str) -> Manifest:
     """Return the manifest of what is sent to engines that compute in `engine_dtype`.
 
     Floating parameters are sent in the engines' dtype. Those that the checkpoint keeps in another
-    dtype than most of it (a router's bias in float32) keep theirs.
+    dtype than most of its numbers (a router's bias, or scales, in float32) keep theirs.
     """
-    floating = Counter(spec.dtype for spec in checkpoint if spec.dtype in _CASTABLE)
+    floating: Counter[str] = Counter()
+    for spec in checkpoint:
+        if spec.dtype in _CASTABLE:
+            floating[spec.dtype] += math.prod(spec.shape)
     common = floating.most_common(1)[0][0] if floating else engine_dtype
     return tuple(
         ParamSpec(spec.name, engine_dtype if spec.dtype == common else spec.dtype, spec.shape)
