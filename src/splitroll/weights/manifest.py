@@ -82,12 +82,25 @@ def checkpoint_manifest(folder: Path) -> Manifest:
     Raises:
         ConfigError: when the folder holds none.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    files = checkpoint_files(folder)
     if not files:
         hint = "save the model with safetensors (save_pretrained does)"
         found = "no .safetensors file in the model's folder"
         raise ConfigError([Problem("model", found, "a checkpoint in safetensors format", hint)])
     return tuple(spec for file in files for spec in _file_manifest(file))
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint: where it has an index, those that it names.
+
+    Some folders hold the same weights again, in their authors' format.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return files
+    named = set(json.loads(index.read_bytes())["weight_map"].values())
+    return [file for file in files if file.name in named]
 
 
 def _file_manifest(file: Path) -> list[ParamSpec]:
