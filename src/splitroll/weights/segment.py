@@ -106,6 +106,7 @@ class Segment:
             os.close(fd)
         magic, _, key = _HEADER.unpack(memory[: _HEADER.size])
         if magic != _MAGIC or key.hex() != address.id:
+            memory.close()
             raise WriterGone(f"descriptor {address.fd} of process {address.pid} is something else")
         return cls(memory, address, None)
 
