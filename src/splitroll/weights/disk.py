@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from splitroll.weights.manifest import Bucket, Manifest, layout
+from splitroll.weights.manifest import Bucket, Manifest, checkpoint_files, layout
 from splitroll.weights.offer import WeightOffer
 from splitroll.weights.source import Source, checksum, materialize
 
@@ -98,7 +98,7 @@ class DiskTransport:
 
 def read_files(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter of a folder of safetensors files."""
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in checkpoint_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.offset_keys():
                 yield name, file.get_tensor(name)

@@ -26,12 +26,16 @@ _SAFETENSORS_DTYPES = {
     "I16": "int16",
     "I32": "int32",
     "I64": "int64",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
     "F16": "float16",
     "BF16": "bfloat16",
     "F32": "float32",
     "F64": "float64",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
 }
 """Of the safetensors format, by torch's names."""
 
@@ -41,12 +45,16 @@ _ITEM_BYTES = {
     "int8": 1,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
     "int16": 2,
+    "uint16": 2,
     "float16": 2,
     "bfloat16": 2,
     "int32": 4,
+    "uint32": 4,
     "float32": 4,
     "int64": 8,
+    "uint64": 8,
     "float64": 8,
 }
 _CASTABLE = ("float16", "bfloat16", "float32", "float64")
@@ -74,12 +82,25 @@ def checkpoint_manifest(folder: Path) -> Manifest:
     Raises:
         ConfigError: when the folder holds none.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    files = checkpoint_files(folder)
     if not files:
         hint = "save the model with safetensors (save_pretrained does)"
         found = "no .safetensors file in the model's folder"
         raise ConfigError([Problem("model", found, "a checkpoint in safetensors format", hint)])
     return tuple(spec for file in files for spec in _file_manifest(file))
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint: where it has an index, those that it names.
+
+    Some folders hold the same weights again, in their authors' format.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return files
+    named = set(json.loads(index.read_bytes())["weight_map"].values())
+    return [file for file in files if file.name in named]
 
 
 def _file_manifest(file: Path) -> list[ParamSpec]:
@@ -103,9 +124,12 @@ def wire_manifest(checkpoint: Manifest, engine_dtype: str) -> Manifest:
     """Return the manifest of what is sent to engines that compute in `engine_dtype`.
 
     Floating parameters are sent in the engines' dtype. Those that the checkpoint keeps in another
-    dtype than most of it (a router's bias in float32) keep theirs.
+    dtype than most of its numbers (a router's bias, or scales, in float32) keep theirs.
     """
-    floating = Counter(spec.dtype for spec in checkpoint if spec.dtype in _CASTABLE)
+    floating: Counter[str] = Counter()
+    for spec in checkpoint:
+        if spec.dtype in _CASTABLE:
+            floating[spec.dtype] += math.prod(spec.shape)
     common = floating.most_common(1)[0][0] if floating else engine_dtype
     return tuple(
         ParamSpec(spec.name, engine_dtype if spec.dtype == common else spec.dtype, spec.shape)

@@ -106,6 +106,7 @@ class Segment:
             os.close(fd)
         magic, _, key = _HEADER.unpack(memory[: _HEADER.size])
         if magic != _MAGIC or key.hex() != address.id:
+            memory.close()
             raise WriterGone(f"descriptor {address.fd} of process {address.pid} is something else")
         return cls(memory, address, None)
 
@@ -160,7 +161,9 @@ class Segment:
                     raise WriterGone(f"the trainer wrote nothing for {timeout_s:g} s")
                 if now_s > check_s:
                     check_s = now_s + _WRITER_POLL_S
-                    self._check_writers({owners[i] for i in missing})
+                    gone = self._gone({owners[i] for i in missing})
+                    if gone and not any(map(self.is_written, missing)):  # meanwhile
+                        raise WriterGone(gone)
                 sleep(_POLL_S)
             missing.remove(bucket)
             yield bucket
@@ -173,11 +176,13 @@ class Segment:
         with contextlib.suppress(BufferError):  # with a view on it: unmapped with the last one
             self.memory.close()
 
-    def _check_writers(self, ranks: set[int]) -> None:
-        for rank in ranks:
+    def _gone(self, ranks: set[int]) -> str | None:
+        """Return which of these ranks is dead, if one is."""
+        for rank in sorted(ranks):
             pid = self.address.writers[rank]
             if not _alive(pid):
-                raise WriterGone(f"trainer rank {rank} (process {pid}) died")
+                return f"trainer rank {rank} (process {pid}) died"
+        return None
 
 
 def _alive(pid: int) -> bool:

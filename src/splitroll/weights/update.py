@@ -6,7 +6,8 @@ Each phase is entered by the whole fleet at once and left when every engine has 
 engines or none: where one fails before any has changed, the others resume with the weights that
 they have; where one fails later, all load the old version again (`rollback`) or the fleet stays
 shut (`fence`). An engine that dies drops out, and is brought to the current version before it
-serves again; so does one that fails while the old version is restored, or does not resume.
+serves again; so does one that fails while the old version is restored, or does not resume. A
+version that no engine lived to publish is not published: it may be what killed them.
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ class Update:
 
     def after(self, event: Event) -> Update:
         """Return the update after an event; one of nobody that it waits for changes nothing,
-        but for a death."""
+        but for a death, and nothing changes an update that ended."""
+        if self.outcome is not None:
+            return self
         match event:
             case Done(who):
                 return self._without(who) if who in self.waiting else self
@@ -155,4 +158,9 @@ class Update:
         if phase is Phase.LOAD and not self.restoring:
             who |= {FLEET}
         entered = replace(self, phase=phase, waiting=who)
-        return entered if who else entered._leave()
+        return entered if who else self._end_with_nobody()
+
+    def _end_with_nobody(self) -> Update:
+        told = (Failure(FLEET, self.phase, "no engine is left that serves"),)
+        left = replace(self, failures=self.failures or told)
+        return left._enter(Phase.END)
