@@ -61,7 +61,6 @@ def test_a_terminated_run_ends_its_engines_and_keeps_its_steps(
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     file = tmp_path / "run" / "steps.jsonl"
     deadline = time.monotonic() + 200
