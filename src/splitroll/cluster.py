@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import shutil
@@ -32,6 +33,8 @@ _INVENTORY_TIMEOUT_S = 60.0
 _OBJECT_STORE_BYTES = 256 * 1024**2
 """Requests and samples are small; KV does not pass through Ray."""
 
+_SIGACTION_BYTES = 256
+"""Room for glibc's struct sigaction, of 152 bytes on x86-64; its content is only kept."""
 
 _users = 0
 """How many fleets of this process use a cluster that we entered."""
@@ -88,15 +91,25 @@ def _enter_cluster(config: Config) -> None:
 
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for itself and ends the process with a crash report; give it back."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
+    """Ray takes SIGTERM for itself and ends the process with a crash report; give it back.
+
+    In the main thread Ray sets a handler of Python's and one of C's, elsewhere one of C's alone,
+    which Python may not set there; then the C library gives it back.
+    """
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, handler)
         return
-    handler = signal.getsignal(signal.SIGTERM)
+    sigaction = ctypes.CDLL(None).sigaction
+    kept = ctypes.create_string_buffer(_SIGACTION_BYTES)
+    sigaction(int(signal.SIGTERM), None, kept)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        sigaction(int(signal.SIGTERM), kept, None)
 
 
 async def take_inventory(wants_gpus: bool) -> list[Node]:

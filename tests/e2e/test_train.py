@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -55,7 +53,7 @@ def test_engines_follow_the_trainer_step_by_step(arguments: list[str], tmp_path:
     assert (tmp_path / "run" / "index.html").is_file()
 
 
-def test_an_interrupted_run_ends_its_engines_and_keeps_its_steps(
+def test_a_terminated_run_ends_its_engines_and_keeps_its_steps(
     arguments: list[str], tmp_path: Path
 ) -> None:
     process = subprocess.Popen(
@@ -63,7 +61,6 @@ def test_an_interrupted_run_ends_its_engines_and_keeps_its_steps(
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     file = tmp_path / "run" / "steps.jsonl"
     deadline = time.monotonic() + 200
@@ -71,7 +68,7 @@ def test_an_interrupted_run_ends_its_engines_and_keeps_its_steps(
         assert process.poll() is None, process.stderr.read() if process.stderr else ""
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    os.kill(process.pid, signal.SIGINT)
+    process.terminate()  # Ray would end it with a crash report
     _, told = process.communicate(timeout=90)
     assert process.returncode == 130, told
     assert "interrupted" in told
