@@ -9,13 +9,16 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mappin
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from splitroll.config import Config
 from splitroll.prompts import PromptLike
 from splitroll.rollout import Activity, OnError, Rollout
 from splitroll.types import FailedGroup, Group, SamplingParams
 from splitroll.updater import UpdateReport
+
+if TYPE_CHECKING:
+    from splitroll.weights.ranks import TrainerRanks
 
 T = TypeVar("T")
 
@@ -88,10 +91,16 @@ class BlockingRollout:
         return self._open().weight_version
 
     def update_weights(
-        self, weights: Any, version: int | None = None, *, partial: bool = False
+        self,
+        weights: Any,
+        version: int | None = None,
+        *,
+        partial: bool = False,
+        ranks: TrainerRanks | None = None,
     ) -> UpdateReport:
         """See `Rollout.update_weights`."""
-        return self._wait(self._open().update_weights(weights, version, partial=partial))
+        rollout = self._open()
+        return self._wait(rollout.update_weights(weights, version, partial=partial, ranks=ranks))
 
     def activity(self) -> Activity:
         """Return what the fleet has done so far."""

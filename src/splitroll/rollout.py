@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from splitroll.config import Config, load_checked
 from splitroll.config.rules import max_model_len
@@ -35,6 +35,9 @@ from splitroll.types import (
     derive_seed,
 )
 from splitroll.updater import Updater, UpdateReport
+
+if TYPE_CHECKING:
+    from splitroll.weights.ranks import TrainerRanks
 
 _VOCAB_FOR_PROOF = 4096
 """The proof's prompt uses low token ids only, which every model has."""
@@ -227,7 +230,12 @@ class Rollout:
         return self.fleet.weight_version
 
     async def update_weights(
-        self, weights: Any, version: int | None = None, *, partial: bool = False
+        self,
+        weights: Any,
+        version: int | None = None,
+        *,
+        partial: bool = False,
+        ranks: TrainerRanks | None = None,
     ) -> UpdateReport:
         """Give every engine the trainer's weights, all or none; see `weights` in the configuration.
 
@@ -239,13 +247,15 @@ class Rollout:
                 state dict, or an iterable of (name, tensor), with the checkpoint's names.
             version: of these weights, above the present one; one more than it if None.
             partial: some parameters only; the others stay as they are.
+            ranks: this process's place among several trainer ranks, each of which calls
+                `ranks.update_weights` with its share at the same time.
 
         Raises:
             ConfigError: with every difference between these weights and the engines', before
                 anything is changed; or when an update is under way.
             WeightUpdateFailed: naming the engine, the parameter and the cause.
         """
-        return await self._updater.update(weights, version, partial=partial)
+        return await self._updater.update(weights, version, partial=partial, ranks=ranks)
 
     async def activity(self) -> Activity:
         """Return what the fleet has done so far."""

@@ -12,12 +12,11 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 import time
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from splitroll.config.schema import Weights
 from splitroll.dispatch.dispatcher import Dispatcher
@@ -33,6 +32,7 @@ from splitroll.fleet.fleet import Fleet
 from splitroll.handoff.legs import Handoff
 from splitroll.weights.manifest import (
     Manifest,
+    ParamSpec,
     checkpoint_manifest,
     compare,
     wire_manifest,
@@ -40,6 +40,10 @@ from splitroll.weights.manifest import (
 from splitroll.weights.offer import LoadedWeights, WeightOffer
 from splitroll.weights.transport import Outbox, Transport
 from splitroll.weights.update import FLEET, Died, Done, Event, Failed, Outcome, Phase, Update
+
+if TYPE_CHECKING:
+    from splitroll.weights.ranks import Conductor, Share, TrainerRanks
+    from splitroll.weights.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -115,24 +119,51 @@ class Updater:
         self._settings = settings
         self._checkpoint = checkpoint
         self._busy: int | None = None
+        self._membership_closed = False
         fleet.on_join(self._bring)
 
     async def update(
-        self, weights: Any, version: int | None = None, *, partial: bool = False
+        self,
+        weights: Any,
+        version: int | None = None,
+        *,
+        partial: bool = False,
+        ranks: TrainerRanks | None = None,
     ) -> UpdateReport:
         """See `Rollout.update_weights`."""
+        from splitroll.weights.ranks import Conductor  # late: see _opened
+
+        conductor = Conductor(ranks)
+        outcome: int | BaseException = RuntimeError("the update was cancelled")
+        try:
+            report = await self._update(weights, version, partial, conductor)
+            outcome = report.version
+        except Exception as exc:
+            outcome = exc
+            raise
+        finally:
+            await asyncio.to_thread(conductor.close, outcome)
+        return report
+
+    async def _update(
+        self, weights: Any, version: int | None, partial: bool, conductor: Conductor
+    ) -> UpdateReport:
         begun_s = time.monotonic()
         version = self._check_version(version)
         self._busy = version
         try:
-            async with self._reading(weights, partial) as (source, wire):
-                outbox = self._opened().begin(version, [wire], [os.getpid()])
-                transaction = self._begin(version, outbox, source, wire)
+            wanted = self._manifest()
+            await asyncio.to_thread(conductor.open, version, wanted)
+            with self._reading(weights, wanted, partial) as source:
+                shares = await asyncio.to_thread(conductor.shares, source.manifest)
+                parts = self._parts(shares, wanted, partial)
+                transaction = self._begin(version, parts, shares, source, conductor)
                 try:
                     update = await self._run(transaction)
                 finally:
                     await self._end_writing(transaction)
-                return self._conclude(transaction, update, wire, begun_s)
+                nbytes = sum(spec.nbytes for part in parts for spec in part)
+                return self._conclude(transaction, update, nbytes, begun_s)
         finally:
             self._busy = None
 
@@ -163,31 +194,39 @@ class Updater:
             raise ConfigError([Problem("version", repr(version), allowed, hint)])
         return version
 
-    @contextlib.asynccontextmanager
-    async def _reading(
-        self, weights: Any, partial: bool
-    ) -> AsyncGenerator[tuple[Any, Manifest], None]:
-        """Read what the trainer gave; yields it with the manifest in which it is sent.
-
-        Raises:
-            ConfigError: with every difference from the engines' manifest.
-        """
+    @contextlib.contextmanager
+    def _reading(self, weights: Any, wanted: Manifest, partial: bool) -> Iterator[Source]:
+        """Read what this rank of the trainer gave; completed by what is served, if partial."""
         from splitroll.weights.source import Source, reading  # late: see _opened
 
-        wanted = self._manifest()
         with reading(weights, wanted) as source:
             if partial:
                 given = dict(source.tensors)
                 kept = {name: t for name, t in self._serving() if name not in given}
                 source = Source({**kept, **given})
-            if problems := compare(source.manifest, wanted):
-                if not partial and any(p.found == "nothing" for p in problems):
-                    hint = "to send some and keep the others, pass partial=True"
-                    allowed = "all of the engines' parameters"
-                    problems.append(Problem("weights", "not all", allowed, hint))
-                raise ConfigError(problems)
-            by_name = {spec.name: spec for spec in wanted}
-            yield source, tuple(by_name[name] for name in source.tensors)
+            yield source
+
+    def _parts(self, shares: Sequence[Share], wanted: Manifest, partial: bool) -> list[Manifest]:
+        """Return what each rank sends, as it is sent.
+
+        Raises:
+            ConfigError: with every difference from the engines' manifest.
+        """
+        from splitroll.weights.ranks import assign  # late: see _opened
+
+        if partial and len(shares) > 1:
+            hint = "let one rank send them"
+            raise ConfigError([Problem("partial", "True, with ranks", "False", hint)])
+        parts, problems = assign([share.manifest for share in shares])
+        problems += compare([spec for part in parts for spec in part], wanted)
+        if problems:
+            if not partial and any(p.found == "nothing" for p in problems):
+                hint = "to send some and keep the others, pass partial=True"
+                allowed = "all of the engines' parameters"
+                problems.append(Problem("weights", "not all", allowed, hint))
+            raise ConfigError(problems)
+        by_name = {spec.name: spec for spec in wanted}
+        return [tuple(by_name[spec.name] for spec in part) for part in parts]
 
     def _manifest(self) -> Manifest:
         engines = self._fleet.up()
@@ -202,13 +241,35 @@ class Updater:
             return read_files(self._checkpoint)
         return self._transport.read()
 
-    def _begin(self, version: int, outbox: Outbox, source: Any, wire: Manifest) -> _Transaction:
-        checksums = self._checksums(version, wire)
+    def _begin(
+        self,
+        version: int,
+        parts: Sequence[Manifest],
+        shares: Sequence[Share],
+        source: Source,
+        conductor: Conductor,
+    ) -> _Transaction:
+        """Begin to write, on all ranks."""
+        from splitroll.weights.ranks import Plan  # late: see _opened
+
+        outbox = self._opened().begin(version, parts, [share.pid for share in shares])
+        checksums = self._checksums(version, [spec for part in parts for spec in part])
         begun_s = time.monotonic()
+
+        def write_all() -> Mapping[str, str]:
+            conductor.plan(Plan(outbox.plan, checksums))
+            written: Mapping[str, str] | Exception
+            try:
+                written = outbox.plan.write(0, source, checksums)
+            except Exception as exc:  # a wall: the other ranks are to be told, whatever it is
+                written = exc
+            sums = conductor.written(written)
+            outbox.seal()
+            return sums
 
         async def write() -> Mapping[str, str]:
             try:
-                return await asyncio.to_thread(outbox.write, source, checksums)
+                return await asyncio.to_thread(write_all)
             except BaseException:
                 outbox.abandon()  # so that engines that read it stop waiting
                 raise
@@ -220,9 +281,9 @@ class Updater:
         )
         return transaction
 
-    def _checksums(self, version: int, wire: Manifest) -> tuple[str, ...]:
+    def _checksums(self, version: int, sent: Iterable[ParamSpec]) -> tuple[str, ...]:
         """Choose whose checksums are compared: of a sample, others at each version."""
-        names = [spec.name for spec in wire]
+        names = [spec.name for spec in sent]
         match self._settings.verify:
             case "none":
                 return ()
@@ -246,8 +307,9 @@ class Updater:
     async def _carry_out(self, transaction: _Transaction) -> Update:
         settings = self._settings
         transaction.engines = {engine.info.name: engine for engine in self._fleet.ready()}
-        update = Update.begin(transaction.engines, settings.on_failure)
-        async with contextlib.AsyncExitStack() as held:
+        fenced = self._dispatcher.is_fenced
+        update = Update.begin(transaction.engines, settings.on_failure, fenced=fenced)
+        with contextlib.ExitStack() as held:
             while update.outcome is None:
                 phase, begun_s = update.phase, time.monotonic()
                 if phase is Phase.PAUSE and not transaction.paused_s:
@@ -255,8 +317,7 @@ class Updater:
                 if phase is Phase.SETTLE:
                     event = await self._settle_handles(transaction, held)
                     # Engines may have joined, or died, while the fleet drained.
-                    engines = frozenset(transaction.engines)
-                    update = Update(engines, settings.on_failure, phase).after(event)
+                    update = replace(update, engines=frozenset(transaction.engines)).after(event)
                 else:
                     asked = [
                         asyncio.create_task(self._ask(phase, who, transaction, update.restoring))
@@ -279,23 +340,29 @@ class Updater:
             self._fleet.weight_version = transaction.version
             self._opened().commit(transaction.outbox)
         if update.outcome is Outcome.FENCED:
+            # Nor does an engine join: those that it would be proven against are paused.
             self._dispatcher.fence(_told(update))
-        else:
-            self._dispatcher.reopen()
+            return
+        if self._membership_closed:
+            self._fleet.open_membership()
+            self._membership_closed = False
+        self._dispatcher.reopen()
 
-    async def _settle_handles(
-        self, transaction: _Transaction, held: contextlib.AsyncExitStack
-    ) -> Event:
+    async def _settle_handles(self, transaction: _Transaction, held: contextlib.ExitStack) -> Event:
         """See that no KV is in flight, hold the membership, and wait for the first weights."""
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 if self._settings.in_flight != "drain":
                     await self._dispatcher.interrupt_crossings()
-                engines = await held.enter_async_context(self._fleet.membership())
+                if not self._membership_closed:
+                    await self._fleet.close_membership()
+                    self._membership_closed = True
+                engines = self._fleet.ready()
+                held.enter_context(self._fleet.unwatched(engines))
                 transaction.engines = {engine.info.name: engine for engine in engines}
                 await self._handoff.settled()
                 await asyncio.gather(*(self._unpinned(engine) for engine in engines))
-                while not transaction.outbox.readable.is_set():
+                while not transaction.outbox.is_readable:
                     if transaction.writing.done():
                         transaction.writing.result()
                         break
@@ -404,7 +471,7 @@ class Updater:
             log.error("the trainer's tensors are still being read: do not change them")
 
     def _conclude(
-        self, transaction: _Transaction, update: Update, wire: Manifest, begun_s: float
+        self, transaction: _Transaction, update: Update, nbytes: int, begun_s: float
     ) -> UpdateReport:
         self._settle(transaction, update)
         if update.outcome is not Outcome.PUBLISHED:
@@ -416,7 +483,7 @@ class Updater:
         loads = transaction.loaded.values()
         return UpdateReport(
             version=transaction.version,
-            nbytes=sum(spec.nbytes for spec in wire),
+            nbytes=nbytes,
             seconds=dict(transaction.seconds),
             write_s=transaction.write_s,
             load_s=max((loaded.seconds for loaded in loads), default=0.0),

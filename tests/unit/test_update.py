@@ -51,7 +51,7 @@ def at(phase: Phase, engines: str = "ab", on_failure: Mode = "rollback") -> Upda
     update = Update.begin(engines, on_failure)
     while update.phase is not phase:
         update = all_done(update)
-    return update
+    return update.after(Done(FLEET)) if phase is Phase.LOAD else update  # the trainer has written
 
 
 def restoring_at(phase: Phase, engines: str = "ab") -> Update:
@@ -106,6 +106,30 @@ def test_a_failure_of_the_fleet_lets_all_resume_and_keeps_the_version(
     assert not update.restoring
     update = ended(update)
     assert (update.outcome, update.engines, update.lost) == (Outcome.KEPT, {"a", "b"}, set())
+
+
+def loading(on_failure: Mode = "rollback") -> Update:
+    """An update whose trainer still writes."""
+    return all_done(at(Phase.PAUSE, on_failure=on_failure))
+
+
+def test_loading_waits_for_the_trainer_too() -> None:
+    update = feed(loading(), Done("a"), Done("b"))
+    assert (update.phase, update.waiting) == (Phase.LOAD, {FLEET})
+    assert update.after(Done(FLEET)).phase is Phase.VERIFY
+
+
+@pytest.mark.parametrize(
+    ("on_failure", "outcome"), [("rollback", Outcome.KEPT), ("fence", Outcome.FENCED)]
+)
+def test_a_trainer_that_fails_while_it_writes_publishes_nothing(
+    on_failure: Mode, outcome: Outcome
+) -> None:
+    """Nor does it when every engine dies of it."""
+    update = feed(loading(on_failure), Failed(FLEET, "lost a rank"), Done("a"), Done("b"))
+    assert ended(update).outcome is outcome
+    update = feed(loading(on_failure), Died("a"), Died("b"), Failed(FLEET, "lost a rank"))
+    assert ended(update).outcome is outcome
 
 
 @pytest.mark.parametrize("phase", [Phase.GATE, Phase.SETTLE])
@@ -414,7 +438,7 @@ def test_any_course_ends_and_its_outcome_tells_what_every_engine_has(
             case _:
                 course.take(Done(who))
         answers += 1
-        assert answers <= 2 + 11 * len(engines), "phases of engines: 6, and 5 to restore"
+        assert answers <= 3 + 11 * len(engines), "phases of engines: 6, and 5 to restore"
     check_course(course, engines, on_failure)
 
 

@@ -26,6 +26,13 @@ POINTS = ("pause", "load", "reset", "publish", "resume")
 Weights = dict[str, torch.Tensor]
 
 
+class LostShard(torch.Tensor):
+    """A sharded parameter that cannot be gathered."""
+
+    def full_tensor(self) -> torch.Tensor:
+        raise RuntimeError("the trainer lost a rank")
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -292,17 +299,16 @@ async def test_an_engine_that_hangs_in_an_update_is_replaced(checkpoint: Path, p
     assert tokens(groups) == tokens(await oracle(checkpoint, 9, 4))
 
 
-async def test_all_engines_may_die_and_the_new_weights_are_served_all_the_same(
-    checkpoint: Path,
-) -> None:
+async def test_weights_that_kill_every_engine_are_not_served(checkpoint: Path) -> None:
     async with updating(checkpoint) as system:
+        await system.updater.update(weights(8))
         for faults in system.launcher.faults.values():
             faults.die_at = "load"
-        report = await system.updater.update(weights(9))
-        assert report.engines == ()
+        with pytest.raises(WeightUpdateFailed, match="no engine is left"):
+            await system.updater.update(weights(9))
         assert await all_ready(system)
         groups = await collect(start(system, 4))
-    assert tokens(groups) == tokens(await oracle(checkpoint, 9, 4))
+    assert tokens(groups) == tokens(await oracle(checkpoint, 8, 4))
 
 
 @pytest.mark.parametrize("value", [None, 5])
@@ -355,6 +361,26 @@ async def test_a_fenced_fleet_says_so_and_serves_again_after_the_next_update(
         await asyncio.sleep(0.05)
         await system.updater.update(weights(8))
         groups = await collect(waiting)
+    assert tokens(groups) == tokens(await oracle(checkpoint, 8, 2))
+
+
+async def test_a_fenced_fleet_stays_so_when_the_next_update_fails_before_it_loads(
+    checkpoint: Path,
+) -> None:
+    """Its engines hold no version that could be served."""
+    fenced = ("weights.on_failure=fence", "limits.recovery_timeout_s=0.3")
+    async with updating(checkpoint, *fenced) as system:
+        system.launcher.faults["decode-1"].fail_loads = 1
+        with pytest.raises(WeightUpdateFailed):
+            await system.updater.update(weights(9))
+        broken = {**weights(8), "w0": torch.zeros(40, 30).as_subclass(LostShard)}
+        with pytest.raises(WeightUpdateFailed) as failed:
+            await system.updater.update(broken)
+        assert failed.value.serving is None
+        with pytest.raises(FleetFenced):
+            await asyncio.wait_for(system.dispatcher.run(work()), 3)
+        await system.updater.update(weights(8))
+        groups = await collect(start(system, 2))
     assert tokens(groups) == tokens(await oracle(checkpoint, 8, 2))
 
 
@@ -442,12 +468,8 @@ async def test_a_cancelled_update_leaves_the_fleet_consistent(
 
 
 async def test_a_trainer_whose_tensors_fail_half_way_changes_nothing(checkpoint: Path) -> None:
-    class Broken(torch.Tensor):
-        def full_tensor(self) -> torch.Tensor:
-            raise RuntimeError("the trainer lost a rank")
-
     broken = weights(4)
-    broken["w4"] = broken["w4"].as_subclass(Broken)
+    broken["w4"] = broken["w4"].as_subclass(LostShard)
     async with updating(checkpoint) as system:
         with pytest.raises(WeightUpdateFailed, match="the trainer lost a rank"):
             await system.updater.update(broken)
@@ -533,7 +555,8 @@ def test_whatever_happens_no_sample_mixes_versions_and_the_fleet_ends_consistent
             results = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 30)
             versions = set(range(system.fleet.weight_version + 1))
             for result in results:
-                assert isinstance(result, Group | GroupFailed), result
+                fenced = isinstance(result, FleetFenced) and on_failure == "fence"
+                assert fenced or isinstance(result, Group | GroupFailed), result
                 for sample in result.samples if isinstance(result, Group) else ():
                     assert_versions(sample, versions)
             assert await all_ready(system)

@@ -180,6 +180,10 @@ class Dispatcher:
 
     # What a weight update asks for: see `splitroll.updater`.
 
+    @property
+    def is_fenced(self) -> bool:
+        return self._fence is not None
+
     def shut(self, *, partial: bool) -> None:
         """Let no attempt begin.
 
@@ -187,6 +191,7 @@ class Dispatcher:
             partial: samples that engines end early are returned as they are.
         """
         self._partial_ok = partial
+        self._fence = None  # who waits for it, waits for the update
         self._turnstile.shut()
 
     async def drained(self) -> None:

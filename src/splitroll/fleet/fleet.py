@@ -14,7 +14,15 @@ import contextlib
 import enum
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -126,17 +134,21 @@ class Fleet:
         """Set what brings a restarted engine to the fleet's weight version before it serves."""
         self._update_weights = update_weights
 
-    @contextlib.asynccontextmanager
-    async def membership(self) -> AsyncGenerator[list[Engine], None]:
-        """Hold the membership: no engine joins meanwhile, and those that serve, which are
-        returned, are not watched: an engine that loads weights answers no health check."""
-        async with self._joining:
-            engines = self.ready()
-            self._unwatched = {engine.info.name for engine in engines}
-            try:
-                yield engines
-            finally:
-                self._unwatched = set()
+    async def close_membership(self) -> None:
+        """Return when no engine is joining; none joins until it is opened again."""
+        await self._joining.acquire()
+
+    def open_membership(self) -> None:
+        self._joining.release()
+
+    @contextlib.contextmanager
+    def unwatched(self, engines: Iterable[Engine]) -> Generator[None, None, None]:
+        """Check no health of engines meanwhile: one that loads weights answers nothing."""
+        self._unwatched = {engine.info.name for engine in engines}
+        try:
+            yield
+        finally:
+            self._unwatched = set()
 
     def ready(self, *roles: Role) -> list[Engine]:
         """Return the engines that serve, of the given roles (all if none is given)."""

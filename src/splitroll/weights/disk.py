@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,45 +17,59 @@ from splitroll.weights.offer import WeightOffer
 from splitroll.weights.source import Source, checksum, materialize
 
 
+@dataclass(frozen=True, slots=True)
+class DiskPlan:
+    """See `splitroll.weights.transport.WritePlan`. A bucket is a file."""
+
+    folder: Path
+    buckets: tuple[Bucket, ...]
+
+    def write(self, rank: int, source: Source, checksums: Sequence[str]) -> Mapping[str, str]:
+        sums = {}
+        for index, bucket in enumerate(self.buckets):
+            file = {}
+            for spec, _ in bucket.specs:
+                if bucket.owner != rank:
+                    source.take_part(spec.name)
+                    continue
+                whole = materialize(source.tensors[spec.name])
+                file[spec.name] = whole.to("cpu", getattr(torch, spec.dtype)).contiguous()
+                if spec.name in checksums:
+                    sums[spec.name] = checksum(file[spec.name])
+            if file:  # into a folder that is gone once the update is given up
+                save_file(file, self.folder / f"model-{index:05d}.safetensors")
+        return sums
+
+
 class DiskOutbox:
     """One version on its way; engines read it once all of it is written."""
 
     def __init__(self, folder: Path, buckets: tuple[Bucket, ...], timeout_s: float) -> None:
         self.folder = folder
-        self.buckets = buckets
-        self.readable = threading.Event()
+        self.staging = folder.with_name(folder.name + ".writing")
+        self._buckets = buckets
         self._timeout_s = timeout_s
-        self._abandoned = False
+        shutil.rmtree(self.staging, ignore_errors=True)
+        self.staging.mkdir(parents=True)
 
     @property
-    def staging(self) -> Path:
-        return self.folder.with_name(self.folder.name + ".writing")
+    def plan(self) -> DiskPlan:
+        return DiskPlan(self.staging, self._buckets)
+
+    @property
+    def is_readable(self) -> bool:
+        return self.folder.exists()
 
     def offer(self, checksums: Sequence[str] = ()) -> WeightOffer:
         return WeightOffer(
             folder=str(self.folder), timeout_s=self._timeout_s, checksum=tuple(checksums)
         )
 
-    def write(self, source: Source, checksums: Sequence[str]) -> Mapping[str, str]:
-        shutil.rmtree(self.staging, ignore_errors=True)
-        self.staging.mkdir(parents=True)
-        sums = {}
-        for index, bucket in enumerate(self.buckets):
-            file = {}
-            for spec, _ in bucket.specs:
-                if self._abandoned:
-                    raise InterruptedError("the update was given up")
-                whole = materialize(source.tensors[spec.name])
-                file[spec.name] = whole.to("cpu", getattr(torch, spec.dtype)).contiguous()
-                if spec.name in checksums:
-                    sums[spec.name] = checksum(file[spec.name])
-            save_file(file, self.staging / f"model-{index:05d}.safetensors")
+    def seal(self) -> None:
         os.replace(self.staging, self.folder)
-        self.readable.set()
-        return sums
 
     def abandon(self) -> None:
-        self._abandoned = True
+        shutil.rmtree(self.staging, ignore_errors=True)
 
 
 class DiskTransport:
@@ -72,8 +86,7 @@ class DiskTransport:
         self._current: DiskOutbox | None = None
 
     def begin(self, version: int, shares: Sequence[Manifest], writers: Sequence[int]) -> DiskOutbox:
-        (share,) = shares
-        buckets, _ = layout([share], self._bucket_bytes)
+        buckets, _ = layout(shares, self._bucket_bytes)
         return DiskOutbox(self._folder / f"version-{version}", buckets, self._timeout_s)
 
     def commit(self, outbox: DiskOutbox) -> None:
@@ -82,7 +95,7 @@ class DiskTransport:
             shutil.rmtree(old.folder, ignore_errors=True)
 
     def discard(self, outbox: DiskOutbox) -> None:
-        shutil.rmtree(outbox.staging, ignore_errors=True)
+        outbox.abandon()
         shutil.rmtree(outbox.folder, ignore_errors=True)
 
     def current(self) -> WeightOffer | None:

@@ -3,25 +3,50 @@ host. Two segments take turns: the version that serves, and the next one."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from splitroll.weights.manifest import Bucket, Manifest, ParamSpec, layout
 from splitroll.weights.offer import WeightOffer
-from splitroll.weights.segment import Segment
+from splitroll.weights.segment import Segment, SegmentAddress
 from splitroll.weights.source import Source, checksum, materialize
 
 
+@dataclass(frozen=True, slots=True)
+class ShmPlan:
+    """See `splitroll.weights.transport.WritePlan`."""
+
+    address: SegmentAddress
+    buckets: tuple[Bucket, ...]
+
+    def write(self, rank: int, source: Source, checksums: Sequence[str]) -> Mapping[str, str]:
+        segment = Segment.attach(self.address)
+        try:
+            return _write_share(segment, self.buckets, rank, source, checksums)
+        except BaseException:
+            segment.abandon()  # so that engines stop waiting for it
+            raise
+        finally:
+            segment.close()
+
+
 class ShmOutbox:
-    """One version on its way; see `splitroll.weights.transport.Outbox`."""
+    """See `splitroll.weights.transport.Outbox`."""
 
     def __init__(self, segment: Segment, buckets: tuple[Bucket, ...], timeout_s: float) -> None:
         self.segment = segment
         self.buckets = buckets
-        self.readable = threading.Event()
         self._timeout_s = timeout_s
+
+    @property
+    def plan(self) -> ShmPlan:
+        return ShmPlan(self.segment.address, self.buckets)
+
+    @property
+    def is_readable(self) -> bool:
+        return any(map(self.segment.is_written, range(len(self.buckets))))
 
     def offer(self, checksums: Sequence[str] = ()) -> WeightOffer:
         return WeightOffer(
@@ -31,8 +56,8 @@ class ShmOutbox:
             checksum=tuple(checksums),
         )
 
-    def write(self, source: Source, checksums: Sequence[str]) -> Mapping[str, str]:
-        return write_share(self.segment, self.buckets, 0, source, checksums, self.readable.set)
+    def seal(self) -> None:
+        """Nothing to do: buckets are read as they are written."""
 
     def abandon(self) -> None:
         self.segment.abandon()
@@ -102,21 +127,14 @@ def tensor_at(segment: Segment, spec: ParamSpec, offset: int) -> torch.Tensor:
     return data.view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
-def write_share(
+def _write_share(
     segment: Segment,
     buckets: Sequence[Bucket],
     rank: int,
     source: Source,
-    checksums: Iterable[str],
-    on_readable: object = None,
+    checksums: Sequence[str],
 ) -> dict[str, str]:
-    """Write what one trainer rank owns, bucket by bucket, in the order of its tensors.
-
-    Parameters of other ranks are only gathered, where that takes all ranks.
-
-    Returns:
-        the checksums asked for, of the tensors as they are sent.
-    """
+    """Write what one rank owns, bucket by bucket, in the order of its tensors."""
     wanted = set(checksums)
     sums = {}
     places = {
@@ -128,8 +146,7 @@ def write_share(
     missing = [len(bucket.specs) for bucket in buckets]
     for name, tensor in source.tensors.items():
         if name not in places:
-            if callable(getattr(tensor, "full_tensor", None)):
-                materialize(tensor)
+            source.take_part(name)
             continue
         index, spec, at = places[name]
         whole = materialize(tensor)
@@ -139,6 +156,4 @@ def write_share(
         missing[index] -= 1
         if not missing[index]:
             segment.mark_written(index)
-            if callable(on_readable):
-                on_readable()
     return sums

@@ -40,10 +40,10 @@ class Source:
         for name, tensor in self.tensors.items():
             yield name, materialize(tensor)
 
-    def only(self, names: Iterable[str]) -> Source:
-        """Return the source restricted to names, in its own order."""
-        wanted = set(names)
-        return Source({name: t for name, t in self.tensors.items() if name in wanted})
+    def take_part(self, name: str) -> None:
+        """Do what gathering a parameter takes of a rank that does not send it."""
+        if is_sharded(self.tensors[name]):
+            materialize(self.tensors[name])
 
 
 @contextlib.contextmanager
@@ -73,10 +73,15 @@ def reading(weights: Any, wanted: Manifest) -> Iterator[Source]:
         yield Source(_untied(tensors, {spec.name for spec in wanted}))
 
 
-def materialize(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor, detached: an FSDP shard is gathered."""
-    gather = getattr(tensor, "full_tensor", None)
-    return (gather() if callable(gather) else tensor).detach()
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a shard whose gathering takes all ranks (torch's DTensor)."""
+    return callable(getattr(tensor, "full_tensor", None))
+
+
+def materialize(tensor: Any) -> torch.Tensor:
+    """Return the whole tensor, detached: a shard is gathered."""
+    whole: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return whole.detach()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -171,6 +176,6 @@ def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
         return True
     if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    if callable(getattr(tensor, "full_tensor", None)):
+    if is_sharded(tensor):
         return False  # telling would take a collective
     return bool(tensor.data_ptr() == other.data_ptr() or torch.equal(tensor, other))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -10,24 +9,33 @@ from splitroll.weights.manifest import Manifest
 from splitroll.weights.offer import WeightOffer
 
 
+class WritePlan(Protocol):
+    """What a trainer rank needs to write its part; travels between the ranks as a value."""
+
+    def write(self, rank: int, source: Any, checksums: Sequence[str]) -> Mapping[str, str]:
+        """Write what a rank owns; blocks. Returns its checksums, of what is sent."""
+        ...
+
+
 class Outbox(Protocol):
-    """One version on its way.
+    """One version on its way. Engines may load the offer from when it is readable."""
 
-    `write` runs in a thread. Engines may load the offer from when `readable` is set.
-    """
+    @property
+    def plan(self) -> WritePlan: ...
 
-    readable: threading.Event
+    @property
+    def is_readable(self) -> bool: ...
 
     def offer(self, checksums: Sequence[str] = ()) -> WeightOffer:
         """Return where engines find it; they are to return these parameters' checksums."""
         ...
 
-    def write(self, source: Any, checksums: Sequence[str]) -> Mapping[str, str]:
-        """Write all of it; returns the checksums asked for, of what is sent."""
+    def seal(self) -> None:
+        """All ranks have written their part."""
         ...
 
     def abandon(self) -> None:
-        """Let those that read it, and the writer, stop waiting."""
+        """Let those that read it, and those that write it, stop."""
         ...
 
 

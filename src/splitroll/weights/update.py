@@ -93,6 +93,7 @@ class Update:
     Attributes:
         engines: that take part still.
         waiting: that have not finished the phase.
+        fenced: the fleet was, when it began: its engines hold no version that can be served.
         restoring: the old version is being loaded again.
         lost: engines that live but can no longer be trusted: they are to be restarted.
         died: engines that died meanwhile.
@@ -104,14 +105,21 @@ class Update:
     phase: Phase = Phase.GATE
     waiting: frozenset[str] = frozenset({FLEET})
     failures: tuple[Failure, ...] = ()
+    fenced: bool = False
     restoring: bool = False
     lost: frozenset[str] = frozenset()
     died: frozenset[str] = frozenset()
     outcome: Outcome | None = None
 
     @classmethod
-    def begin(cls, engines: Iterable[str], on_failure: Literal["rollback", "fence"]) -> Update:
-        return cls(frozenset(engines), on_failure)
+    def begin(
+        cls,
+        engines: Iterable[str],
+        on_failure: Literal["rollback", "fence"],
+        *,
+        fenced: bool = False,
+    ) -> Update:
+        return cls(frozenset(engines), on_failure, fenced=fenced)
 
     def after(self, event: Event) -> Update:
         """Return the update after an event; one of nobody that it waits for changes nothing,
@@ -142,7 +150,7 @@ class Update:
     def _leave(self) -> Update:
         """Go on to the next phase, past phases that nobody takes part in."""
         if self.failures and not self.restoring and self.phase is not Phase.RESUME:
-            if self.phase in _NOTHING_CHANGED:
+            if self.phase in _NOTHING_CHANGED and not self.fenced:
                 return self._enter(Phase.RESUME)
             if self.on_failure == "fence":
                 return replace(self, phase=Phase.END, outcome=Outcome.FENCED)
@@ -155,7 +163,7 @@ class Update:
             outcome = Outcome.PUBLISHED if changed else Outcome.KEPT
             return replace(self, phase=phase, waiting=frozenset(), outcome=outcome)
         who = frozenset({FLEET}) if phase in _OF_THE_FLEET else self.engines
-        if phase is Phase.LOAD and not self.restoring:
+        if phase is Phase.LOAD and who and not self.restoring:
             who |= {FLEET}
         entered = replace(self, phase=phase, waiting=who)
         return entered if who else self._end_with_nobody()
