@@ -124,7 +124,7 @@ async def simulated(
             dispatcher,
             handoff,
             config.weights,
-            checkpoint=checkpoint or Path("no-checkpoint"),
+            checkpoint=str(checkpoint),
             fleet_id="simulated",
         )
         try:

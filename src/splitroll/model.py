@@ -61,6 +61,23 @@ def resolve_model(name: str) -> ModelFacts:
     return _facts(name, name, _hub_config(name))
 
 
+def checkpoint_folder(path: str) -> Path:
+    """Return the local folder of a model's checkpoint, given as `ModelFacts.path`.
+
+    Raises:
+        ConfigError: when it is a Hugging Face id whose files are not on this machine.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except LocalEntryNotFoundError as exc:
+        raise _no_model(path, "a name whose checkpoint is not on this machine") from exc
+
+
 def prepare_default_model() -> Path:
     """Convert the default model into the cache, once, and return its folder (269 MB)."""
     target = cache_dir() / "models" / DEFAULT_MODEL

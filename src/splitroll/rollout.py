@@ -140,7 +140,7 @@ class Rollout:
                         dispatcher,
                         handoff,
                         config.weights,
-                        checkpoint=Path(facts.path),
+                        checkpoint=facts.path,
                         fleet_id=launcher.fleet_id,
                     )
                     try:
@@ -256,6 +256,14 @@ class Rollout:
             WeightUpdateFailed: naming the engine, the parameter and the cause.
         """
         return await self._updater.update(weights, version, partial=partial, ranks=ranks)
+
+    async def prove(self) -> None:
+        """Prove every prefill/decode pair again, as at the start.
+
+        Raises:
+            ProofError: a pair does not hand off KV.
+        """
+        await self.fleet.prove_all()
 
     async def activity(self) -> Activity:
         """Return what the fleet has done so far."""

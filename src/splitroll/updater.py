@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from splitroll.config.schema import Weights
@@ -30,6 +29,7 @@ from splitroll.errors import (
 )
 from splitroll.fleet.fleet import Fleet
 from splitroll.handoff.legs import Handoff
+from splitroll.model import checkpoint_folder
 from splitroll.weights.manifest import (
     Manifest,
     ParamSpec,
@@ -98,7 +98,7 @@ class Updater:
     """Updates the weights of a fleet.
 
     Args:
-        checkpoint: folder of the model that engines start from.
+        checkpoint: folder, or Hugging Face id, of the model that engines start from.
         fleet_id: part of the names of files, which other fleets may write beside ours.
     """
 
@@ -108,7 +108,7 @@ class Updater:
         dispatcher: Dispatcher,
         handoff: Handoff,
         settings: Weights,
-        checkpoint: Path,
+        checkpoint: str,
         fleet_id: str,
     ) -> None:
         self._fleet = fleet
@@ -231,14 +231,14 @@ class Updater:
     def _manifest(self) -> Manifest:
         engines = self._fleet.up()
         dtype = engines[0].info.dtype if engines else "float32"
-        return wire_manifest(checkpoint_manifest(self._checkpoint), dtype)
+        return wire_manifest(checkpoint_manifest(checkpoint_folder(self._checkpoint)), dtype)
 
     def _serving(self) -> Any:
         """Yield the parameters that the fleet serves now."""
         from splitroll.weights.disk import read_files
 
         if self._transport is None or self._transport.current() is None:
-            return read_files(self._checkpoint)
+            return read_files(checkpoint_folder(self._checkpoint))
         return self._transport.read()
 
     def _begin(
@@ -447,7 +447,7 @@ class Updater:
 
     def _current_offer(self) -> WeightOffer:
         current = None if self._transport is None else self._transport.current()
-        return current or WeightOffer(folder=str(self._checkpoint))
+        return current or WeightOffer(folder=self._checkpoint)
 
     async def _bring(self, engine: Engine) -> None:
         """Bring a restarted engine to the version that the fleet serves, before it is proven."""

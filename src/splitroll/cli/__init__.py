@@ -56,6 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="start the fleet and prove every KV handoff")
     _add_config(check)
     check.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    check.add_argument(
+        "--weights",
+        action="store_true",
+        help="push the model's own weights back, compare every checksum, prove again",
+    )
     config = commands.add_parser("config", help="check and print the resolved configuration")
     _add_config(config)
     _add_bench(commands.add_parser("bench", help="compare a split with a colocated fleet"))

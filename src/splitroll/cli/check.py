@@ -1,4 +1,5 @@
-"""`splitroll check`: start the fleet and report the proof of every prefill/decode pair."""
+"""`splitroll check`: start the fleet and report the proof of every prefill/decode pair, and, on
+request, that of a weight update."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ from splitroll.config import load_config
 from splitroll.errors import ConfigError, ProofError, SplitrollError
 from splitroll.fleet.prove import PairProof
 from splitroll.rollout import Rollout
+from splitroll.weight_proof import prove_weights
+
+_WEIGHT_COLUMNS = ("version", "engines", "parameters", "mbytes", "total_s", "max_logprob_gap")
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -24,11 +28,14 @@ async def run(args: argparse.Namespace) -> int:
     status = EXIT_FAILED
     display = Display()
     try:
-        config = load_config(args.config, args.overrides)
+        verify = ["weights.verify=full"] if args.weights else []
+        config = load_config(args.config, [*args.overrides, *verify])
         with display.showing():
             async with Rollout.open(config, on_state=display.engines) as rollout:
                 report["engines"] = [_engine(engine.info) for engine in rollout.fleet.ready()]
                 report["pairs"] = [proof.to_json() for proof in rollout.fleet.proofs]
+                if args.weights:
+                    report["weights"] = (await prove_weights(rollout)).to_json()
         report["ok"] = True
         status = 0
     except ProofError as exc:
@@ -77,7 +84,9 @@ def _print(console: Console, report: dict[str, Any]) -> None:
         console.print(
             _table("KV handoff, proven against local generation", report["pairs"], columns)
         )
-    elif report["ok"]:
+    if "weights" in report:
+        console.print(_table("weights, pushed and compared", [report["weights"]], _WEIGHT_COLUMNS))
+    elif report["ok"] and not report["pairs"]:
         console.print("colocated: no KV is handed off")
     if report["problem"]:
         console.print(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from splitroll.model import checkpoint_folder
 from splitroll.weights.disk import read_files
 from splitroll.weights.offer import WeightOffer
 from splitroll.weights.segment import Segment
@@ -87,7 +87,7 @@ class OfferedWeights(WeightTransferEngine):  # type: ignore[misc]
         offer = WeightOffer.from_wire(update_info.offer)
         if offer.segment is None:
             assert offer.folder is not None, "an offer is either of a segment or of a folder"
-            self._load(read_files(Path(offer.folder)), offer)
+            self._load(read_files(checkpoint_folder(offer.folder)), offer)
             return
         segment = self._attach(offer)
         owners = [bucket.owner for bucket in offer.buckets]

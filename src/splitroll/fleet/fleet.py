@@ -194,6 +194,16 @@ class Fleet:
         self._spawn(self._restart(member, engine))
         self._set_state(member, MemberState.RESTARTING)
 
+    async def prove_all(self) -> None:
+        """Prove all pairs that serve, as at the start.
+
+        Raises:
+            ProofError: a pair does not hand off KV.
+        """
+        async with self._joining:
+            engines = self.ready()
+            self.proofs = await self._prove_new(engines, engines)
+
     async def counters(self) -> dict[str, EngineCounters]:
         """Return each engine's counters: earlier incarnations included, proofs left out.
 

@@ -30,6 +30,12 @@ _TOP_LOGPROBS = 5
 _COUNTERS_TIMEOUT_S = 10.0
 _COUNTERS_POLL_S = 0.05
 
+
+def tolerance(dtype: str) -> float:
+    """Return how far log-probabilities of equal work may differ in a data type."""
+    return _TOLERANCE.get(dtype, _TOLERANCE_16_BIT)
+
+
 _TOLERANCE = {"float32": 1e-3}
 _TOLERANCE_16_BIT = 0.25
 """Log-probabilities of a handoff against local generation, natural logarithm: decode recomputes
@@ -144,7 +150,6 @@ async def _prove_pair(
     (moved,) = result.outputs.values()
     (local,) = reference.outputs.values()
     done = (await _counters_with(decode, before, needed)) - before
-    tolerance = _TOLERANCE.get(decode.info.dtype, _TOLERANCE_16_BIT)
     compared, gap = _compare(moved, local)
     return PairProof(
         prefill=prefill.info.name,
@@ -156,13 +161,13 @@ async def _prove_pair(
         kv_bytes_needed=needed,
         recomputed_tokens=result.recomputed_tokens,
         handoff_s=handoff_s,
-        problem=_verdict(result.recomputed_tokens, gap, tolerance, done.kv_bytes, needed),
+        problem=_verdict(
+            result.recomputed_tokens, gap, tolerance(decode.info.dtype), done.kv_bytes, needed
+        ),
     )
 
 
-def _verdict(
-    recomputed: int, gap: float, tolerance: float, kv_bytes: int, needed: int
-) -> str | None:
+def _verdict(recomputed: int, gap: float, allowed: float, kv_bytes: int, needed: int) -> str | None:
     if recomputed or kv_bytes == 0:
         return (
             f"decode computed {recomputed or 'all'} prompt tokens again although their KV was "
@@ -170,9 +175,9 @@ def _verdict(
         )
     if kv_bytes < needed:
         return f"decode pulled {kv_bytes} bytes, but the prompt's KV is {needed}"
-    if gap > tolerance:
+    if gap > allowed:
         return (
-            f"log-probabilities differ by {gap:.3g} from local generation (allowed {tolerance:g}):"
+            f"log-probabilities differ by {gap:.3g} from local generation (allowed {allowed:g}):"
             " the KV that arrived is not this prompt's"
         )
     return None

@@ -16,7 +16,8 @@ class WeightOffer:
 
     Attributes:
         segment: the shared memory, with its `buckets`; None where they are in files.
-        folder: of safetensors files, on a path that the engine's node sees.
+        folder: of safetensors files, on a path that the engine's node sees; or the Hugging Face id
+            of the model that the engines started from.
         timeout_s: longest wait for the next bucket.
         checksum: names of the parameters whose checksum the engine is to return.
     """
