@@ -17,8 +17,9 @@ import torch
 from splitroll.errors import ConfigError, Problem
 from splitroll.weights.manifest import Manifest, ParamSpec
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.", "module.")
-"""What wrappers put into the names of a module's parameters."""
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+_OUTER_WRAPPERS = _WRAPPERS | {"module"}
+"""What wrappers put into the names of a module's parameters, anywhere and at their beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,35 +103,46 @@ def _module_tensors(module: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]
     if is_peft:
         module.merge_adapter()
     try:
-        named = dict(module.named_parameters(remove_duplicate=False))
-        named |= _persistent_buffers(module)
-        yield _collected(_plain_names(named, is_peft).items())
+        named = [*module.named_parameters(remove_duplicate=False), *_persistent_buffers(module)]
+        adapters = frozenset(module.active_adapters) if is_peft else None
+        yield _collected(_plain_names(named, adapters))
     finally:
         if is_peft:
             module.unmerge_adapter()
 
 
-def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, child in module.named_modules()
-        for name, buffer in child.named_buffers(recurse=False)
-        if name not in child._non_persistent_buffers_set
-    }
+def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, child in module.named_modules(remove_duplicate=False):
+        for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in child._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
-def _plain_names(named: Mapping[str, torch.Tensor], is_peft: bool) -> dict[str, torch.Tensor]:
-    plain = {}
-    for name, tensor in named.items():
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        if is_peft:
-            if "lora_" in name or ".original_module." in name:
-                continue  # merged into the base; replaced by a module that is trained whole
-            name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-            name = name.replace(".modules_to_save.default.", ".")
-        plain[name] = tensor
-    return plain
+def _plain_names(
+    named: Iterable[tuple[str, torch.Tensor]], adapters: frozenset[str] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters by the names that they have without wrappers.
+
+    Args:
+        adapters: active ones of a PeftModel; None where it is none.
+    """
+    for name, tensor in named:
+        path = name.split(".")
+        while len(path) > 1 and path[0] in _OUTER_WRAPPERS:
+            del path[0]
+        path = [part for part in path if part not in _WRAPPERS]
+        if adapters is not None:
+            if "original_module" in path or any(part.startswith("lora_") for part in path):
+                continue  # replaced by a module that is trained whole; merged into the base
+            if path[:2] == ["base_model", "model"]:
+                del path[:2]
+            path = [part for part in path if part != "base_layer"]
+            if "modules_to_save" in path:
+                at = path.index("modules_to_save")
+                if path[at + 1] not in adapters:
+                    continue
+                del path[at : at + 2]
+        yield ".".join(path), tensor
 
 
 def _collected(pairs: Iterable[Any]) -> dict[str, torch.Tensor]:
