@@ -99,16 +99,35 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _module_tensors(module: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    is_peft = hasattr(module, "merge_adapter") and hasattr(module, "unmerge_adapter")
-    if is_peft:
-        module.merge_adapter()
-    try:
+    with _merged(module) as is_peft:
         named = [*module.named_parameters(remove_duplicate=False), *_persistent_buffers(module)]
         adapters = frozenset(module.active_adapters) if is_peft else None
         yield _collected(_plain_names(named, adapters))
+
+
+@contextlib.contextmanager
+def _merged(module: torch.nn.Module) -> Iterator[bool]:
+    """Merge a PeftModel's adapter for a while; yields whether it is one.
+
+    Afterwards its base is what it was to the bit: to subtract what was added would round, and
+    drift with every update. It takes a copy of what is merged into.
+    """
+    if not (hasattr(module, "merge_adapter") and hasattr(module, "unmerge_adapter")):
+        yield False
+        return
+    if any(getattr(part, "merged_adapters", None) for part in module.modules()):
+        yield True  # its owner merged it
+        return
+    named = module.named_parameters()
+    base = [parameter for name, parameter in named if "base_layer" in name.split(".")]
+    saved = [parameter.data.clone() for parameter in base]
+    try:
+        module.merge_adapter()
+        yield True
     finally:
-        if is_peft:
-            module.unmerge_adapter()
+        module.unmerge_adapter()
+        for parameter, before in zip(base, saved, strict=True):
+            parameter.data.copy_(before)
 
 
 def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
