@@ -192,4 +192,5 @@ def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if callable(getattr(tensor, "full_tensor", None)):
         return False  # telling would take a collective
-    return bool(tensor.data_ptr() == other.data_ptr() or torch.equal(tensor, other))
+    here = (tensor.data_ptr(), tensor.stride()) == (other.data_ptr(), other.stride())
+    return here or torch.equal(tensor, other)
