@@ -61,12 +61,15 @@ def reading(weights: Any, wanted: Manifest) -> Iterator[Source]:
             tensors = stack.enter_context(_module_tensors(weights))
         elif isinstance(weights, Mapping):
             tensors = dict(weights)
-        elif isinstance(weights, Iterable) and not isinstance(weights, str | bytes):
+        elif isinstance(weights, Iterable) and not isinstance(weights, str | bytes | torch.Tensor):
             tensors = _collected(weights)
         else:
             hint = "pass the model, its state dict, or (name, tensor) pairs"
             found = type(weights).__name__
             raise ConfigError([Problem("weights", found, "a module or named tensors", hint)])
+        nameless = [name for name in tensors if not isinstance(name, str)]
+        if nameless:
+            raise ConfigError([_not_named(f"a name of type {type(nameless[0]).__name__}")])
         wrong = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
         if wrong:
             found, hint = type(tensors[wrong[0]]).__name__, "leave it out"
@@ -166,12 +169,19 @@ def _plain_names(
 
 def _collected(pairs: Iterable[Any]) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in pairs:
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ConfigError([_not_named(f"an item of type {type(pair).__name__}")])
+        name, tensor = pair
         if name in tensors:
             hint = "send every parameter once"
             raise ConfigError([Problem(f"weights.{name}", "it comes twice", "once", hint)])
         tensors[name] = tensor
     return tensors
+
+
+def _not_named(found: str) -> Problem:
+    return Problem("weights", found, "pairs of a name and a tensor", "iterate over a state dict")
 
 
 def _untied(tensors: Mapping[str, torch.Tensor], wanted: set[str]) -> dict[str, torch.Tensor]:
