@@ -43,19 +43,23 @@ class DiskOutbox:
         for index, bucket in enumerate(self.buckets):
             file = {}
             for spec, _ in bucket.specs:
-                if self._abandoned:
-                    raise InterruptedError("the update was given up")
                 whole = materialize(source.tensors[spec.name])
+                self._check()
                 file[spec.name] = whole.to("cpu", getattr(torch, spec.dtype)).contiguous()
                 if spec.name in checksums:
                     sums[spec.name] = checksum(file[spec.name])
             save_file(file, self.staging / f"model-{index:05d}.safetensors")
+        self._check()
         os.replace(self.staging, self.folder)
         self.readable.set()
         return sums
 
     def abandon(self) -> None:
         self._abandoned = True
+
+    def _check(self) -> None:
+        if self._abandoned:
+            raise InterruptedError("the update was given up")
 
 
 class DiskTransport:

@@ -4,7 +4,7 @@ host. Two segments take turns: the version that serves, and the next one."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -22,6 +22,7 @@ class ShmOutbox:
         self.buckets = buckets
         self.readable = threading.Event()
         self._timeout_s = timeout_s
+        self._abandoned = False
 
     def offer(self, checksums: Sequence[str] = ()) -> WeightOffer:
         return WeightOffer(
@@ -32,10 +33,17 @@ class ShmOutbox:
         )
 
     def write(self, source: Source, checksums: Sequence[str]) -> Mapping[str, str]:
-        return write_share(self.segment, self.buckets, 0, source, checksums, self.readable.set)
+        return write_share(
+            self.segment, self.buckets, 0, source, checksums, self.readable.set, self._check
+        )
 
     def abandon(self) -> None:
+        self._abandoned = True
         self.segment.abandon()
+
+    def _check(self) -> None:
+        if self._abandoned:
+            raise InterruptedError("the update was given up")
 
 
 class ShmTransport:
@@ -108,11 +116,16 @@ def write_share(
     rank: int,
     source: Source,
     checksums: Iterable[str],
-    on_readable: object = None,
+    on_readable: Callable[[], object] = lambda: None,
+    check: Callable[[], object] = lambda: None,
 ) -> dict[str, str]:
     """Write what one trainer rank owns, bucket by bucket, in the order of its tensors.
 
     Parameters of other ranks are only gathered, where that takes all ranks.
+
+    Args:
+        on_readable: called when a bucket is written.
+        check: raises when no more may be written: the segment may be another version's by then.
 
     Returns:
         the checksums asked for, of the tensors as they are sent.
@@ -133,12 +146,12 @@ def write_share(
             continue
         index, spec, at = places[name]
         whole = materialize(tensor)
+        check()
         tensor_at(segment, spec, at).copy_(whole)
         if name in wanted:
             sums[name] = checksum(whole.to(getattr(torch, spec.dtype)))
         missing[index] -= 1
         if not missing[index]:
             segment.mark_written(index)
-            if callable(on_readable):
-                on_readable()
+            on_readable()
     return sums
