@@ -403,7 +403,9 @@ def test_reuse_takes_back_what_was_written_and_given_up() -> None:
     segment.abandon()
     segment.reuse((os.getpid(), os.getpid()))
     assert not any(map(reader.is_written, range(2)))
-    assert segment.address == replace(reader.address, writers=(os.getpid(), os.getpid()))
+    assert segment.address == replace(
+        reader.address, writers=(os.getpid(), os.getpid()), generation=1
+    )
     with pytest.raises(WriterGone, match="nothing for"):
         next(reader.follow([0, 0], 0.1))
     reader.close()

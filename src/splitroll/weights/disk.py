@@ -33,10 +33,12 @@ class DiskPlan:
                     source.take_part(spec.name)
                     continue
                 whole = materialize(source.tensors[spec.name])
+                if not self.folder.exists():
+                    raise InterruptedError("the update was given up")
                 file[spec.name] = whole.to("cpu", getattr(torch, spec.dtype)).contiguous()
                 if spec.name in checksums:
                     sums[spec.name] = checksum(file[spec.name])
-            if file:  # into a folder that is gone once the update is given up
+            if file:
                 save_file(file, self.folder / f"model-{index:05d}.safetensors")
         return sums
 
@@ -46,10 +48,10 @@ class DiskOutbox:
 
     def __init__(self, folder: Path, buckets: tuple[Bucket, ...], timeout_s: float) -> None:
         self.folder = folder
-        self.staging = folder.with_name(folder.name + ".writing")
+        # A writer of an earlier try may be late.
+        self.staging = folder.with_name(f"{folder.name}-{os.urandom(4).hex()}.writing")
         self._buckets = buckets
         self._timeout_s = timeout_s
-        shutil.rmtree(self.staging, ignore_errors=True)
         self.staging.mkdir(parents=True)
 
     @property

@@ -20,9 +20,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-_HEADER = struct.Struct("<8sQ16s")  # magic, state, id
+_HEADER = struct.Struct("<8sQ16sQ")  # magic, state, id, generation
 _MAGIC = b"splitrol"
 _STATE_AT = 8
+_GENERATION_AT = 32
 _FLAGS_AT = 64
 _PAGE = mmap.PAGESIZE
 _POLL_S = 0.0005
@@ -38,6 +39,7 @@ class SegmentAddress:
     Attributes:
         pid, fd: of the process that holds it.
         id: random; tells it from an earlier one with the same descriptor.
+        generation: counts the versions that it has held.
         writers: process ids by trainer rank; a bucket's owner is an index into it.
         data_at: byte offset of the data.
     """
@@ -49,6 +51,7 @@ class SegmentAddress:
     data_at: int
     size: int
     writers: tuple[int, ...]
+    generation: int = 0
 
     @property
     def path(self) -> str:
@@ -80,7 +83,7 @@ class Segment:
             os.close(fd)
             raise
         key = os.urandom(16)
-        memory[: _HEADER.size] = _HEADER.pack(_MAGIC, _WRITING, key)
+        memory[: _HEADER.size] = _HEADER.pack(_MAGIC, _WRITING, key, 0)
         address = SegmentAddress(os.getpid(), fd, key.hex(), buckets, data_at, size, tuple(writers))
         return cls(memory, address, fd)
 
@@ -104,7 +107,7 @@ class Segment:
             raise WriterGone(f"the weights of process {address.pid}: {exc}") from exc
         finally:
             os.close(fd)
-        magic, _, key = _HEADER.unpack(memory[: _HEADER.size])
+        magic, _, key, _ = _HEADER.unpack(memory[: _HEADER.size])
         if magic != _MAGIC or key.hex() != address.id:
             memory.close()
             raise WriterGone(f"descriptor {address.fd} of process {address.pid} is something else")
@@ -118,9 +121,20 @@ class Segment:
     def reuse(self, writers: Sequence[int]) -> None:
         """Mark all buckets unwritten: the memory, already mapped in, takes the next version."""
         old = self.address
+        generation = old.generation + 1
+        self._set(_GENERATION_AT, generation)
         self.memory[_FLAGS_AT : _FLAGS_AT + old.buckets] = bytes(old.buckets)
-        self.memory[_STATE_AT : _STATE_AT + 8] = _WRITING.to_bytes(8, "little")
-        self.address = replace(old, writers=tuple(writers))
+        self._set(_STATE_AT, _WRITING)
+        self.address = replace(old, writers=tuple(writers), generation=generation)
+
+    def check_writable(self) -> None:
+        """See that a writer may still write.
+
+        Raises:
+            InterruptedError: the update was given up; the segment may hold another version by now.
+        """
+        if not self._is_this_generation() or self.memory[_STATE_AT] == _ABANDONED:
+            raise InterruptedError("the update was given up")
 
     def mark_written(self, bucket: int) -> None:
         """Let readers read a bucket."""
@@ -130,8 +144,9 @@ class Segment:
         return bool(self.memory[_FLAGS_AT + bucket])
 
     def abandon(self) -> None:
-        """Tell readers that no further bucket will come."""
-        self.memory[_STATE_AT : _STATE_AT + 8] = _ABANDONED.to_bytes(8, "little")
+        """Tell readers and writers of this version that no further bucket will come."""
+        if self._is_this_generation():
+            self._set(_STATE_AT, _ABANDONED)
 
     def follow(
         self,
@@ -175,6 +190,13 @@ class Segment:
             self._fd = None
         with contextlib.suppress(BufferError):  # with a view on it: unmapped with the last one
             self.memory.close()
+
+    def _is_this_generation(self) -> bool:
+        at = self.memory[_GENERATION_AT : _GENERATION_AT + 8]
+        return int.from_bytes(at, "little") == self.address.generation
+
+    def _set(self, at: int, value: int) -> None:
+        self.memory[at : at + 8] = value.to_bytes(8, "little")
 
     def _gone(self, ranks: set[int]) -> str | None:
         """Return which of these ranks is dead, if one is."""

@@ -115,11 +115,11 @@ class ShmTransport:
 
 
 def tensor_at(segment: Segment, spec: ParamSpec, offset: int) -> torch.Tensor:
-    """Return a parameter as a view on a segment."""
+    """Return a parameter as a view on a segment, whose memory stays mapped as long as it lives."""
     if spec.nbytes == 0:
         return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
     data = torch.frombuffer(
-        segment.memory,
+        memoryview(segment.memory),  # torch holds no export of the mmap itself
         dtype=torch.uint8,
         count=spec.nbytes,
         offset=segment.address.data_at + offset,
@@ -150,6 +150,7 @@ def _write_share(
             continue
         index, spec, at = places[name]
         whole = materialize(tensor)
+        segment.check_writable()
         tensor_at(segment, spec, at).copy_(whole)
         if name in wanted:
             sums[name] = checksum(whole.to(getattr(torch, spec.dtype)))

@@ -17,8 +17,9 @@ import torch
 from splitroll.errors import ConfigError, Problem
 from splitroll.weights.manifest import Manifest, ParamSpec
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.", "module.")
-"""What wrappers put into the names of a module's parameters."""
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+_OUTER_WRAPPERS = _WRAPPERS | {"module"}
+"""What wrappers put into the names of a module's parameters, anywhere and at their beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,15 @@ def reading(weights: Any, wanted: Manifest) -> Iterator[Source]:
             tensors = stack.enter_context(_module_tensors(weights))
         elif isinstance(weights, Mapping):
             tensors = dict(weights)
-        elif isinstance(weights, Iterable) and not isinstance(weights, str | bytes):
+        elif isinstance(weights, Iterable) and not isinstance(weights, str | bytes | torch.Tensor):
             tensors = _collected(weights)
         else:
             hint = "pass the model, its state dict, or (name, tensor) pairs"
             found = type(weights).__name__
             raise ConfigError([Problem("weights", found, "a module or named tensors", hint)])
+        nameless = [name for name in tensors if not isinstance(name, str)]
+        if nameless:
+            raise ConfigError([_not_named(f"a name of type {type(nameless[0]).__name__}")])
         wrong = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
         if wrong:
             found, hint = type(tensors[wrong[0]]).__name__, "leave it out"
@@ -103,61 +107,86 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _module_tensors(module: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    is_peft = hasattr(module, "merge_adapter") and hasattr(module, "unmerge_adapter")
-    with _merged(module) if is_peft else contextlib.nullcontext():
-        named = dict(module.named_parameters(remove_duplicate=False))
-        named |= _persistent_buffers(module)
-        yield _collected(_plain_names(named, is_peft).items())
+    with _merged(module) as is_peft:
+        named = [*module.named_parameters(remove_duplicate=False), *_persistent_buffers(module)]
+        adapters = frozenset(module.active_adapters) if is_peft else None
+        yield _collected(_plain_names(named, adapters))
 
 
 @contextlib.contextmanager
-def _merged(module: Any) -> Iterator[None]:
-    """Merge a PEFT model's adapters for a while. Subtracting them again rounds, and would drift
-    over many updates: the base weights are put back from copies, bit for bit."""
-    bases = [child.base_layer for child in module.modules() if hasattr(child, "base_layer")]
-    adapted = [parameter for base in bases for parameter in base.parameters()]
-    copies = [parameter.detach().clone() for parameter in adapted]
-    with torch.no_grad():
+def _merged(module: torch.nn.Module) -> Iterator[bool]:
+    """Merge a PeftModel's adapter for a while; yields whether it is one.
+
+    Afterwards its base is what it was to the bit: to subtract what was added would round, and
+    drift with every update. It takes a copy of what is merged into.
+    """
+    if not (hasattr(module, "merge_adapter") and hasattr(module, "unmerge_adapter")):
+        yield False
+        return
+    if any(getattr(part, "merged_adapters", None) for part in module.modules()):
+        yield True  # its owner merged it
+        return
+    named = module.named_parameters()
+    base = [parameter for name, parameter in named if "base_layer" in name.split(".")]
+    saved = [parameter.data.clone() for parameter in base]
+    try:
         module.merge_adapter()
-        try:
-            yield
-        finally:
-            module.unmerge_adapter()
-            for parameter, copy in zip(adapted, copies, strict=True):
-                parameter.copy_(copy)
+        yield True
+    finally:
+        module.unmerge_adapter()
+        for parameter, before in zip(base, saved, strict=True):
+            parameter.data.copy_(before)
 
 
-def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, child in module.named_modules()
-        for name, buffer in child.named_buffers(recurse=False)
-        if name not in child._non_persistent_buffers_set
-    }
+def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, child in module.named_modules(remove_duplicate=False):
+        for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in child._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
 
 
-def _plain_names(named: Mapping[str, torch.Tensor], is_peft: bool) -> dict[str, torch.Tensor]:
-    plain = {}
-    for name, tensor in named.items():
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        if is_peft:
-            if "lora_" in name or ".original_module." in name:
-                continue  # merged into the base; replaced by a module that is trained whole
-            name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-            name = name.replace(".modules_to_save.default.", ".")
-        plain[name] = tensor
-    return plain
+def _plain_names(
+    named: Iterable[tuple[str, torch.Tensor]], adapters: frozenset[str] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters by the names that they have without wrappers.
+
+    Args:
+        adapters: active ones of a PeftModel; None where it is none.
+    """
+    for name, tensor in named:
+        path = name.split(".")
+        while len(path) > 1 and path[0] in _OUTER_WRAPPERS:
+            del path[0]
+        path = [part for part in path if part not in _WRAPPERS]
+        if adapters is not None:
+            if "original_module" in path or any(part.startswith("lora_") for part in path):
+                continue  # replaced by a module that is trained whole; merged into the base
+            if path[:2] == ["base_model", "model"]:
+                del path[:2]
+            path = [part for part in path if part != "base_layer"]
+            if "modules_to_save" in path:
+                at = path.index("modules_to_save")
+                if path[at + 1] not in adapters:
+                    continue
+                del path[at : at + 2]
+        yield ".".join(path), tensor
 
 
 def _collected(pairs: Iterable[Any]) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in pairs:
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ConfigError([_not_named(f"an item of type {type(pair).__name__}")])
+        name, tensor = pair
         if name in tensors:
             hint = "send every parameter once"
             raise ConfigError([Problem(f"weights.{name}", "it comes twice", "once", hint)])
         tensors[name] = tensor
     return tensors
+
+
+def _not_named(found: str) -> Problem:
+    return Problem("weights", found, "pairs of a name and a tensor", "iterate over a state dict")
 
 
 def _untied(tensors: Mapping[str, torch.Tensor], wanted: set[str]) -> dict[str, torch.Tensor]:
@@ -178,4 +207,5 @@ def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if is_sharded(tensor):
         return False  # telling would take a collective
-    return bool(tensor.data_ptr() == other.data_ptr() or torch.equal(tensor, other))
+    here = (tensor.data_ptr(), tensor.stride()) == (other.data_ptr(), other.stride())
+    return here or torch.equal(tensor, other)
