@@ -7,8 +7,12 @@ from pathlib import Path
 VOCAB_SIZE = 4096
 
 
-def make_tiny_model(folder: Path) -> Path:
-    """Write a random Llama (4 layers, hidden 256, 8 heads, 4 KV heads, float32) to a folder."""
+def make_tiny_model(folder: Path, *, tied: bool = False) -> Path:
+    """Write a random Llama (4 layers, hidden 256, 8 heads, 4 KV heads, float32) to a folder.
+
+    Args:
+        tied: the output head shares the embedding's weights, and is not in the checkpoint.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,7 +27,7 @@ def make_tiny_model(folder: Path) -> Path:
         max_position_embeddings=4096,
         bos_token_id=0,
         eos_token_id=1,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         # Larger than the default, so that the prompt matters and greedy text does not repeat.
         initializer_range=0.12,
     )

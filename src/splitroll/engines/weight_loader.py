@@ -8,6 +8,7 @@ of weights (prepacked on CPU, quantised or fused on GPU) cannot be loaded into.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from splitroll.model import checkpoint_folder
 from splitroll.weights.disk import read_files
@@ -100,7 +103,9 @@ class OfferedWeights(WeightTransferEngine):  # type: ignore[misc]
             quantized = self.model_config.quantization is not None
             loader = DefaultModelLoader(LoadConfig())
             loader.track_weights_loading(self.model, self._loaded, quantized=quantized)
+        untouched = [m for m in self.model.modules() if _is_untouched(m)]
         finalize_layerwise_reload(self.model, self.model_config)
+        self._process_tied(untouched)
         self._dirty = False
         self.seconds = time.monotonic() - self._begun_s
 
@@ -130,6 +135,19 @@ class OfferedWeights(WeightTransferEngine):  # type: ignore[misc]
         else:
             self._loaded |= loaded
 
+    def _process_tied(self, untouched: list[torch.nn.Module]) -> None:
+        """Process the modules again that nothing was loaded into since another module holds their
+        weights: on CPU a tied output head computes with a prepacked copy, which vLLM's reload
+        leaves as it was."""
+        holders = Counter(id(p) for m in self.model.modules() for p in _own_parameters(m))
+        for module in untouched:
+            method = getattr(module, "quant_method", None)
+            tied = any(holders[id(parameter)] > 1 for parameter in _own_parameters(module))
+            if tied and isinstance(method, QuantizeMethodBase):
+                if hasattr(module, "_already_called_process_weights_after_loading"):
+                    del module._already_called_process_weights_after_loading
+                method.process_weights_after_loading(module)
+
     def _attach(self, offer: WeightOffer) -> Segment:
         """Map the segment, or find it mapped: two take turns, and mapping costs page faults."""
         assert offer.segment is not None
@@ -140,3 +158,13 @@ class OfferedWeights(WeightTransferEngine):  # type: ignore[misc]
         segment = self._segments[offer.segment.id]
         segment.address = offer.segment
         return segment
+
+
+def _own_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
+def _is_untouched(module: torch.nn.Module) -> bool:
+    """Whether an update, not yet finalised, loaded nothing into a module itself."""
+    info = get_layerwise_info(module)
+    return bool(info.can_load()) and info.load_numel == 0
