@@ -60,7 +60,7 @@ class UpdateReport:
         nbytes: of the weights that were sent.
         seconds: by phase; see `splitroll.weights.update.Phase`.
         write_s: that the trainer took to write them, in part while engines loaded.
-        load_s: from the first engine's beginning to load to the last one's end.
+        load_s: from asking the first engine to load to the last one's answer.
         pause_s: from the first engine's pause to the last one's going on.
         total_s: from the call to its return.
         engines: that were updated; one that died meanwhile is not among them.
@@ -480,13 +480,12 @@ class Updater:
             if (error := _written_with(transaction)) is not None:
                 causes.append(f"the trainer's weights: {type(error).__name__}: {error}")
             raise WeightUpdateFailed(transaction.version, serving, causes)
-        loads = transaction.loaded.values()
         return UpdateReport(
             version=transaction.version,
             nbytes=nbytes,
             seconds=dict(transaction.seconds),
             write_s=transaction.write_s,
-            load_s=max((loaded.seconds for loaded in loads), default=0.0),
+            load_s=transaction.seconds[Phase.LOAD.value],
             pause_s=transaction.paused_s,
             total_s=time.monotonic() - begun_s,
             engines=tuple(sorted(update.engines)),
