@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     130: interrupted.
     """
     args = _parser().parse_args(argv)
-    command = importlib.import_module(f"splitroll.cli.{args.command}")
+    command = importlib.import_module(f"splitroll.cli.{args.command.replace('-', '_')}")
     # --json promises one object on stdout: whatever else writes there goes to stderr.
     with _stdout_kept_clean() as stdout:
         args.stdout = stdout
@@ -65,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(config)
     _add_bench(commands.add_parser("bench", help="compare a split with a colocated fleet"))
     _add_train(commands.add_parser("train", help="train a model on a task with TRL's GRPO"))
+    weights = commands.add_parser("bench-weights", help="time weight updates against their bounds")
+    _add_config(weights)
+    weights.add_argument("--rounds", type=int, default=5, help="of each fleet (%(default)s)")
+    weights.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     return parser
 
 

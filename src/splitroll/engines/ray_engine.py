@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,6 +102,9 @@ class EngineActor:
     async def set_weight_version(self, version: int) -> None:
         await self._engine.set_weight_version(version)
 
+    async def call_workers(self, method: str, kwargs: Mapping[str, Any]) -> list[Any]:
+        return await self._engine.call_workers(method, **kwargs)
+
     async def close(self) -> None:
         await self._engine.close()
 
@@ -190,6 +193,10 @@ class RayEngine(Engine):
 
     async def set_weight_version(self, version: int) -> None:
         await self._call(self._actor.set_weight_version.remote(version))
+
+    async def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
+        """Call a method of vLLM's workers; no part of the engine interface."""
+        return await self._call(self._actor.call_workers.remote(method, kwargs))
 
     async def close(self) -> None:
         try:

@@ -234,6 +234,11 @@ class VllmEngine:
             await self._llm.update_weight_version(str(version))
         self._weight_version = version
 
+    async def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
+        """Call a method of vLLM's workers: for benchmarks of vLLM itself."""
+        with self._engine_errors():
+            return list(await self._llm.collective_rpc(method, kwargs=kwargs))
+
     async def close(self) -> None:
         if hasattr(self, "_llm"):
             await asyncio.to_thread(self._llm.shutdown)
