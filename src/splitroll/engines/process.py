@@ -104,7 +104,8 @@ def _add_utilities() -> None:
 
 
 def _offer_weight_transfer() -> None:
-    """Register our weight-transfer engine, and let its workers tell what they loaded."""
+    """Register our weight-transfer engine, and let a worker load an offer in one call: vLLM's API
+    takes three, and each waits for the engine's loop and its core."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -112,11 +113,15 @@ def _offer_weight_transfer() -> None:
         WEIGHT_TRANSFER, "splitroll.engines.weight_loader", "OfferedWeights"
     )
 
-    def splitroll_loaded(worker: Any) -> tuple[float, dict[str, str]]:
+    def splitroll_load_weights(worker: Any, offer: Any) -> tuple[float, dict[str, str]]:
+        worker._weight_update_active = False  # stays set when an update's last step fails
+        worker.start_weight_update()
+        worker.update_weights({"offer": offer})
+        worker.finish_weight_update()
         engine = worker.weight_transfer_engine
         return engine.seconds, engine.checksums
 
-    WorkerBase.splitroll_loaded = splitroll_loaded
+    WorkerBase.splitroll_load_weights = splitroll_load_weights
 
 
 def _hold_side_channel_port() -> None:

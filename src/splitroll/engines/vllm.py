@@ -15,10 +15,7 @@ from typing import Any
 
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import KVTransferConfig
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferInitRequest,
-    WeightTransferUpdateRequest,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
@@ -213,13 +210,11 @@ class VllmEngine:
             await self._llm.resume_generation()
 
     async def load_weights(self, offer: WeightOffer) -> LoadedWeights:
-        update = WeightTransferUpdateRequest(update_info={"offer": offer.to_wire()})
         with self._engine_errors():
             try:
-                await self._llm.start_weight_update()
-                await self._llm.update_weights(update)
-                await self._llm.finish_weight_update()
-                loaded = await self._llm.collective_rpc("splitroll_loaded")
+                loaded = await self._llm.collective_rpc(
+                    "splitroll_load_weights", args=(offer.to_wire(),)
+                )
             except EngineDeadError:
                 raise
             except Exception as exc:  # a wall: whatever a worker raises, it says what was wrong
