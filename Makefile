@@ -9,9 +9,8 @@ PIP_INSTALL := $(BIN)/pip install --quiet --no-deps --disable-pip-version-check
 
 .PHONY: demo test install lint type bench lock clean
 
-demo: install ## Generate scored GRPO groups on one prefill and two decode engines.
-	$(BIN)/splitroll rollout --task products --task-set min_digits=1 --task-set max_digits=1 \
-	  --num 16 --n 8 --max-tokens 32 --seed 0 --out $(DEMO)/samples.jsonl --overwrite
+demo: install ## Train the small model with GRPO on samples of one prefill and two decode engines.
+	$(BIN)/splitroll train --out $(DEMO) --overwrite
 
 test: install lint type ## Everything: lint, types, unit, contract and end-to-end tests.
 	$(BIN)/pytest

@@ -142,6 +142,8 @@ class Rollout:
                         config.weights,
                         checkpoint=facts.path,
                         fleet_id=launcher.fleet_id,
+                        address=specs[0].host if len(nodes) == 1 else nodes[0].address,
+                        elsewhere=[s.name for s in specs if s.node_id != nodes[0].id],
                     )
                     try:
                         yield cls(config, facts, fleet, dispatcher, updater)

@@ -39,6 +39,7 @@ GRPO_DEFAULTS: Mapping[str, Any] = {
     "lr_scheduler_type": "constant",
     "bf16": False,
     "gradient_checkpointing": False,
+    "dataloader_pin_memory": False,
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,

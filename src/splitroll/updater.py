@@ -37,7 +37,7 @@ from splitroll.weights.manifest import (
     compare,
     wire_manifest,
 )
-from splitroll.weights.offer import LoadedWeights, WeightOffer
+from splitroll.weights.offer import LoadedWeights, Receiver, WeightOffer
 from splitroll.weights.transport import Outbox, Transport
 from splitroll.weights.update import FLEET, Died, Done, Event, Failed, Outcome, Phase, Update
 
@@ -83,7 +83,7 @@ class _Transaction:
     """What one update has at hand."""
 
     version: int
-    offer: WeightOffer
+    checksums: tuple[str, ...]
     outbox: Outbox
     writing: asyncio.Task[Mapping[str, str]]
     engines: dict[str, Engine] = field(default_factory=dict)
@@ -100,6 +100,8 @@ class Updater:
     Args:
         checkpoint: folder, or Hugging Face id, of the model that engines start from.
         fleet_id: part of the names of files, which other fleets may write beside ours.
+        address: of this host, as engines reach it.
+        elsewhere: names of engines on other hosts.
     """
 
     def __init__(
@@ -110,11 +112,15 @@ class Updater:
         settings: Weights,
         checkpoint: str,
         fleet_id: str,
+        address: str = "127.0.0.1",
+        elsewhere: Sequence[str] = (),
     ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._handoff = handoff
         self._fleet_id = fleet_id
+        self._address = address
+        self._elsewhere = tuple(elsewhere)
         self._transport: Transport | None = None
         self._settings = settings
         self._checkpoint = checkpoint
@@ -177,11 +183,15 @@ class Updater:
             # Imported late: torch takes seconds, and a fleet that is never updated needs none.
             from splitroll.weights.transports import make_transport
 
-            self._transport = make_transport(self._settings, self._fleet_id)
+            self._transport = make_transport(self._settings, self._fleet_id, self._address)
         return self._transport
 
     def _check_version(self, version: int | None) -> int:
         current = self._fleet.weight_version
+        if self._settings.transport in ("shm", "ipc") and self._elsewhere:
+            found = f"{self._settings.transport}, with {', '.join(self._elsewhere)} on other hosts"
+            hint = "use disk or nccl: shared memory ends at the host"
+            raise ConfigError([Problem("weights.transport", found, "disk or nccl", hint)])
         if self._busy is not None:
             hint = "wait for it: one update at a time"
             found = f"version {self._busy} is being pushed"
@@ -217,7 +227,12 @@ class Updater:
         if partial and len(shares) > 1:
             hint = "let one rank send them"
             raise ConfigError([Problem("partial", "True, with ranks", "False", hint)])
-        parts, problems = assign([share.manifest for share in shares])
+        one_sender = self._opened().one_sender
+        parts, problems = assign([share.manifest for share in shares], one_sender=one_sender)
+        if one_sender and any(parts[1:]):
+            hint = "give every rank the whole model (FSDP shards are gathered)"
+            found = "parameters that only another rank than the first has"
+            problems.append(Problem("weights", found, "all of them on the first rank", hint))
         problems += compare([spec for part in parts for spec in part], wanted)
         if problems:
             if not partial and any(p.found == "nothing" for p in problems):
@@ -252,7 +267,9 @@ class Updater:
         """Begin to write, on all ranks."""
         from splitroll.weights.ranks import Plan  # late: see _opened
 
-        outbox = self._opened().begin(version, parts, [share.pid for share in shares])
+        outbox = self._opened().begin(
+            version, parts, [share.pid for share in shares], self._receivers()
+        )
         checksums = self._checksums(version, [spec for part in parts for spec in part])
         begun_s = time.monotonic()
 
@@ -276,10 +293,12 @@ class Updater:
             finally:
                 transaction.write_s = time.monotonic() - begun_s
 
-        transaction = _Transaction(
-            version, outbox.offer(checksums), outbox, asyncio.create_task(write())
-        )
+        transaction = _Transaction(version, checksums, outbox, asyncio.create_task(write()))
         return transaction
+
+    def _receivers(self) -> list[Receiver]:
+        infos = [engine.info for engine in self._fleet.ready()]
+        return [Receiver(info.name, str(info.pids), info.world_size) for info in infos]
 
     def _checksums(self, version: int, sent: Iterable[ParamSpec]) -> tuple[str, ...]:
         """Choose whose checksums are compared: of a sample, others at each version."""
@@ -430,7 +449,9 @@ class Updater:
                         async with asyncio.timeout(_ABORTED_TIMEOUT_S):
                             await self._dispatcher.drained()
             case Phase.LOAD:
-                offer = self._current_offer() if restoring else transaction.offer
+                offer = self._current_offer()
+                if not restoring:
+                    offer = transaction.outbox.offer(transaction.checksums)
                 transaction.loaded[name] = await engine.load_weights(offer)
             case Phase.VERIFY:
                 if not restoring:
@@ -489,7 +510,7 @@ class Updater:
             pause_s=transaction.paused_s,
             total_s=time.monotonic() - begun_s,
             engines=tuple(sorted(update.engines)),
-            verified=len(transaction.offer.checksum),
+            verified=len(transaction.checksums),
         )
 
     def _settle(self, transaction: _Transaction, update: Update) -> None:

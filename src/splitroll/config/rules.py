@@ -138,6 +138,10 @@ def _weight_problems(config: Config) -> Iterator[Problem]:
             hint = "use shm or disk"
             allowed = "shm or disk, with devices.kind cpu"
             yield Problem("weights.transport", repr(weights.transport), allowed, hint)
+        if weights.verify != "none":
+            hint = "vLLM's own transports report no checksums: use shm or disk, or none"
+            allowed = f"'none', with transport {weights.transport}"
+            yield Problem("weights.verify", repr(weights.verify), allowed, hint)
         if weights.on_failure == "rollback" and weights.path is None:
             yield Problem(
                 "weights.on_failure",

@@ -18,7 +18,6 @@ _COMMON: dict[str, Any] = {
     # Sampling comes with each request, never from the model's generation_config.json.
     "generation_config": "vllm",
     "enable_prefix_caching": True,
-    "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
     "disable_log_stats": False,
 }
 
@@ -75,7 +74,12 @@ def engine_arguments(
         vllm["distributed_executor_backend"] = "uni" if spec.tensor_parallel_size == 1 else "mp"
     vllm.update(config.engine)
     vllm.update(_role_section(config, spec.role))
-    vllm.update(model=facts.path, tensor_parallel_size=spec.tensor_parallel_size)
+    native = config.weights.transport in ("nccl", "ipc")
+    vllm.update(
+        model=facts.path,
+        tensor_parallel_size=spec.tensor_parallel_size,
+        weight_transfer_config={"backend": config.weights.transport if native else WEIGHT_TRANSFER},
+    )
     if transfer is not None:
         vllm["kv_transfer_config"] = transfer.config
     return EngineArguments(

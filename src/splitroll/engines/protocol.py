@@ -126,6 +126,7 @@ class EngineInfo:
         log_path: where its processes write, on its node.
         start_s: seconds by phase of the start-up.
         kv_dtype: data type of the KV cache.
+        world_size: workers over all kinds of parallelism.
     """
 
     name: str
@@ -141,6 +142,7 @@ class EngineInfo:
     kv_dtype: str
     log_path: str
     start_s: Mapping[str, float] = field(default_factory=dict)
+    world_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,10 @@ from typing import Any
 
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import KVTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
@@ -24,6 +27,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from splitroll.engines.arguments import EngineArguments
+from splitroll.engines.process import WEIGHT_TRANSFER
 from splitroll.engines.protocol import (
     DecodeOutput,
     DecodeRequest,
@@ -43,8 +47,9 @@ from splitroll.errors import (
     LegError,
     Problem,
 )
+from splitroll.model import checkpoint_folder
 from splitroll.types import SamplingParams, VersionSpan
-from splitroll.weights.offer import LoadedWeights, WeightOffer
+from splitroll.weights.offer import LoadedWeights, NativeOffer, WeightOffer
 
 _REMEMBERED_ABORTS = 10_000
 _WARM_UP = SamplingParams(max_tokens=2, temperature=0.0)
@@ -60,6 +65,7 @@ class VllmEngine:
         self._log_path = log_path
         self._counters = EngineCounters()
         self._weight_version = 0
+        self._rendezvous = ""
         self._aborted: OrderedDict[str, None] = OrderedDict()
         self._prefilling: set[str] = set()
 
@@ -78,7 +84,6 @@ class VllmEngine:
                 AsyncEngineArgs(**arguments), stat_loggers=[self._make_logger]
             )
             loaded = time.monotonic()
-            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
             await self._warm_up()
         except Exception as exc:  # whatever vLLM raises here is the engine's own error
             raise EngineStartError(self._arguments.name, f"{type(exc).__name__}: {exc}") from exc
@@ -212,6 +217,10 @@ class VllmEngine:
     async def load_weights(self, offer: WeightOffer) -> LoadedWeights:
         with self._engine_errors():
             try:
+                if offer.native is not None:
+                    return await self._load_natively(offer.native)
+                if self._arguments.vllm["weight_transfer_config"]["backend"] != WEIGHT_TRANSFER:
+                    return await self._reload(offer)
                 loaded = await self._llm.collective_rpc(
                     "splitroll_load_weights", args=(offer.to_wire(),)
                 )
@@ -223,6 +232,25 @@ class VllmEngine:
             seconds=max(seconds for seconds, _ in loaded),
             checksums=tuple(checksums for _, checksums in loaded),
         )
+
+    async def _load_natively(self, offer: NativeOffer) -> LoadedWeights:
+        """Take part in one of vLLM's own transports, whose trainer's end sends meanwhile."""
+        begun = time.monotonic()
+        if offer.rendezvous != self._rendezvous:
+            init = dict(offer.init[self._arguments.name])
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
+            self._rendezvous = offer.rendezvous
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=offer.update))
+        await self._llm.finish_weight_update()
+        return LoadedWeights(seconds=time.monotonic() - begun)
+
+    async def _reload(self, offer: WeightOffer) -> LoadedWeights:
+        """Load files with vLLM's own reload: its transports take none."""
+        begun = time.monotonic()
+        folder = str(checkpoint_folder(offer.folder or ""))
+        await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        return LoadedWeights(seconds=time.monotonic() - begun)
 
     async def set_weight_version(self, version: int) -> None:
         with self._engine_errors():
@@ -275,7 +303,7 @@ class VllmEngine:
 
     async def _describe(self, start_s: Mapping[str, float]) -> EngineInfo:
         config = self._llm.vllm_config
-        cache = config.cache_config
+        cache, parallel = config.cache_config, config.parallel_config
         info = await self._llm.engine_core.call_utility_async("splitroll_describe")
         num_blocks, block_size, block_bytes, kv_dtype, pids = info
         return EngineInfo(
@@ -292,6 +320,7 @@ class VllmEngine:
             kv_dtype=kv_dtype,
             log_path=self._log_path,
             start_s=start_s,
+            world_size=parallel.world_size * parallel.data_parallel_size,
         )
 
     def _make_logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:

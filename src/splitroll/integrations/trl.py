@@ -33,8 +33,8 @@ from splitroll.types import FailedGroup, Group, Prompt, Sample, SamplingParams, 
 from splitroll.updater import UpdateReport
 
 COLUMNS = (
-    "finish_reason", "weight_version", "route", "prefill_s", "transfer_s", "decode_s", "turns",
-    "samples",
+    "finish_reason", "weight_version", "prefill_version", "weight_versions", "route", "prefill_s",
+    "transfer_s", "decode_s", "turns", "samples",
 )  # fmt: skip
 """What reward functions get for each completion besides TRL's own and the dataset's columns."""
 
@@ -274,6 +274,8 @@ def _row(episode: Episode) -> dict[str, Any]:
     return {
         "finish_reason": last.finish_reason,
         "weight_version": last.weight_version,
+        "prefill_version": last.prefill_version,
+        "weight_versions": last.weight_versions,
         "route": last.route.kind.value,
         "prefill_s": sum(turn.timing.prefill_s for turn in episode.turns),
         "transfer_s": sum(turn.timing.transfer_s for turn in episode.turns),

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from splitroll.weights.manifest import Bucket, Manifest, checkpoint_files, layout
-from splitroll.weights.offer import WeightOffer
+from splitroll.weights.offer import Receiver, WeightOffer
 from splitroll.weights.source import Source, checksum, materialize
 
 
@@ -81,13 +81,21 @@ class DiskTransport:
         folder: of this fleet alone.
     """
 
+    one_sender = False
+
     def __init__(self, folder: Path, bucket_bytes: int, timeout_s: float) -> None:
         self._folder = folder
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._current: DiskOutbox | None = None
 
-    def begin(self, version: int, shares: Sequence[Manifest], writers: Sequence[int]) -> DiskOutbox:
+    def begin(
+        self,
+        version: int,
+        shares: Sequence[Manifest],
+        writers: Sequence[int],
+        receivers: Sequence[Receiver] = (),
+    ) -> DiskOutbox:
         buckets, _ = layout(shares, self._bucket_bytes)
         return DiskOutbox(self._folder / f"version-{version}", buckets, self._timeout_s)
 

@@ -4,15 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from splitroll.weights.manifest import Bucket, ParamSpec
 from splitroll.weights.segment import SegmentAddress
 
 
 @dataclass(frozen=True, slots=True)
+class Receiver:
+    """An engine that is to load a version; `workers` are its ranks in all."""
+
+    name: str
+    incarnation: str
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class NativeOffer:
+    """What vLLM's own weight-transfer engines need.
+
+    Attributes:
+        rendezvous: names the group that engines join with `init`, once.
+        init: vLLM's init_info by engine name.
+        update: vLLM's update_info.
+    """
+
+    backend: Literal["nccl", "ipc"]
+    rendezvous: str
+    init: Mapping[str, Mapping[str, Any]]
+    update: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class WeightOffer:
-    """Weights to load, either from shared memory or from safetensors files.
+    """Weights to load: from shared memory, from safetensors files, or by vLLM's own transports.
 
     Attributes:
         segment: the shared memory, with its `buckets`; None where they are in files.
@@ -27,6 +52,7 @@ class WeightOffer:
     folder: str | None = None
     timeout_s: float = 60.0
     checksum: tuple[str, ...] = ()
+    native: NativeOffer | None = None
 
     def to_wire(self) -> dict[str, Any]:
         """Return plain values only: no class of ours has to be unpickled in vLLM's processes."""

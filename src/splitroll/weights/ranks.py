@@ -180,8 +180,11 @@ class Conductor:
         self._ranks.tell(_tellable(outcome))
 
 
-def assign(shares: Sequence[Manifest]) -> tuple[list[Manifest], list[Problem]]:
-    """Decide who sends what: a parameter that all ranks have is sent by one of them, in turn.
+def assign(
+    shares: Sequence[Manifest], *, one_sender: bool = False
+) -> tuple[list[Manifest], list[Problem]]:
+    """Decide who sends what: a parameter that all ranks have is sent by one of them, in turn, or by
+    the first.
 
     Returns:
         what each rank sends, and a problem for each parameter that some ranks have, but not all.
@@ -189,7 +192,7 @@ def assign(shares: Sequence[Manifest]) -> tuple[list[Manifest], list[Problem]]:
     count = len(shares)
     everywhere = set.intersection(*({spec.name for spec in share} for share in shares))
     names = [spec.name for spec in shares[0] if spec.name in everywhere]
-    turns = {name: index % count for index, name in enumerate(names)}
+    turns = {name: 0 if one_sender else index % count for index, name in enumerate(names)}
 
     def sends(rank: int, spec: ParamSpec) -> bool:
         return turns.get(spec.name, rank) == rank

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from splitroll.weights.manifest import Bucket, Manifest, ParamSpec, layout
-from splitroll.weights.offer import WeightOffer
+from splitroll.weights.offer import Receiver, WeightOffer
 from splitroll.weights.segment import Segment, SegmentAddress
 from splitroll.weights.source import Source, checksum, materialize
 
@@ -66,13 +66,21 @@ class ShmOutbox:
 class ShmTransport:
     """See the module's docstring."""
 
+    one_sender = False
+
     def __init__(self, bucket_bytes: int, timeout_s: float) -> None:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._current: ShmOutbox | None = None
         self._spare: Segment | None = None
 
-    def begin(self, version: int, shares: Sequence[Manifest], writers: Sequence[int]) -> ShmOutbox:
+    def begin(
+        self,
+        version: int,
+        shares: Sequence[Manifest],
+        writers: Sequence[int],
+        receivers: Sequence[Receiver] = (),
+    ) -> ShmOutbox:
         buckets, size = layout(shares, self._bucket_bytes)
         segment, self._spare = self._spare, None
         if segment is not None and not segment.fits(len(buckets), size):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from splitroll.weights.manifest import Manifest
-from splitroll.weights.offer import WeightOffer
+from splitroll.weights.offer import Receiver, WeightOffer
 
 
 class WritePlan(Protocol):
@@ -43,7 +43,18 @@ class Transport(Protocol):
     """Keeps the weights of the version that serves, for restarts and roll-backs, and takes the
     next."""
 
-    def begin(self, version: int, shares: Sequence[Manifest], writers: Sequence[int]) -> Any:
+    @property
+    def one_sender(self) -> bool:
+        """Whether the first trainer rank sends all."""
+        ...
+
+    def begin(
+        self,
+        version: int,
+        shares: Sequence[Manifest],
+        writers: Sequence[int],
+        receivers: Sequence[Receiver],
+    ) -> Any:
         """Return the outbox of a version; shares and process ids by trainer rank."""
         ...
 

@@ -10,8 +10,12 @@ from splitroll.weights.shm import ShmTransport
 from splitroll.weights.transport import Transport
 
 
-def make_transport(settings: Weights, fleet_id: str) -> Transport:
-    """Return a transport for one fleet, which nothing else shares."""
+def make_transport(settings: Weights, fleet_id: str, address: str = "127.0.0.1") -> Transport:
+    """Return a transport for one fleet, which nothing else shares.
+
+    Args:
+        address: of this host, as engines reach it.
+    """
     # Engines must give the trainer up before they are given up themselves.
     wait_s = settings.timeout_s / 2
     match settings.transport:
@@ -21,5 +25,11 @@ def make_transport(settings: Weights, fleet_id: str) -> Transport:
             assert settings.path is not None, "check_config sees to it"
             folder = Path(settings.path) / f"splitroll-{fleet_id}"
             return DiskTransport(folder, settings.bucket_bytes, wait_s)
-        case _:
-            raise NotImplementedError(settings.transport)
+        case "nccl" | "ipc":
+            from splitroll.weights.native import NativeTransport
+
+            copies = None
+            if settings.path is not None:
+                folder = Path(settings.path) / f"splitroll-{fleet_id}"
+                copies = DiskTransport(folder, settings.bucket_bytes, wait_s)
+            return NativeTransport(settings.transport, address, copies)
