@@ -8,7 +8,6 @@ of weights (prepacked on CPU, quantised or fused on GPU) cannot be loaded into.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -138,15 +137,21 @@ class OfferedWeights(WeightTransferEngine):  # type: ignore[misc]
     def _process_tied(self, untouched: list[torch.nn.Module]) -> None:
         """Process the modules again that nothing was loaded into since another module holds their
         weights: on CPU a tied output head computes with a prepacked copy, which vLLM's reload
-        leaves as it was."""
-        holders = Counter(id(p) for m in self.model.modules() for p in _own_parameters(m))
+        leaves as it was. The other module has packed the same weights anew: take its copy."""
+        rest = set(self.model.modules()).difference(untouched)
+        owners = {id(parameter): m for m in rest for parameter in _own_parameters(m)}
         for module in untouched:
             method = getattr(module, "quant_method", None)
-            tied = any(holders[id(parameter)] > 1 for parameter in _own_parameters(module))
-            if tied and isinstance(method, QuantizeMethodBase):
-                if hasattr(module, "_already_called_process_weights_after_loading"):
-                    del module._already_called_process_weights_after_loading
-                method.process_weights_after_loading(module)
+            shared = [owners[id(p)] for p in _own_parameters(module) if id(p) in owners]
+            if not shared or not isinstance(method, QuantizeMethodBase):
+                continue
+            same = type(getattr(shared[0], "quant_method", None)) is type(method)
+            if same and hasattr(shared[0], "cpu_linear"):
+                module.cpu_linear = shared[0].cpu_linear
+                continue
+            if hasattr(module, "_already_called_process_weights_after_loading"):
+                del module._already_called_process_weights_after_loading
+            method.process_weights_after_loading(module)
 
     def _attach(self, offer: WeightOffer) -> Segment:
         """Map the segment, or find it mapped: two take turns, and mapping costs page faults."""

@@ -17,6 +17,7 @@ import mmap
 import os
 import struct
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -85,7 +86,25 @@ class Segment:
         key = os.urandom(16)
         memory[: _HEADER.size] = _HEADER.pack(_MAGIC, _WRITING, key, 0)
         address = SegmentAddress(os.getpid(), fd, key.hex(), buckets, data_at, size, tuple(writers))
-        return cls(memory, address, fd)
+        segment = _held[address.id] = cls(memory, address, fd)
+        return segment
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, address: SegmentAddress) -> Iterator[Segment]:
+        """Map a segment for a while. Where this process holds it, its mapping serves: a new one
+        costs a page fault for every page that is written.
+
+        Raises:
+            WriterGone: see `attach`.
+        """
+        held = _held.get(address.id)
+        segment = cls.attach(address) if held is None else cls(held.memory, address, None)
+        try:
+            yield segment
+        finally:
+            if held is None:
+                segment.close()
 
     @classmethod
     def attach(cls, address: SegmentAddress) -> Segment:
@@ -205,6 +224,10 @@ class Segment:
             if not _alive(pid):
                 return f"trainer rank {rank} (process {pid}) died"
         return None
+
+
+_held: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()
+"""Segments that this process created, by id."""
 
 
 def _alive(pid: int) -> bool:

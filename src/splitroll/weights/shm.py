@@ -22,14 +22,12 @@ class ShmPlan:
     buckets: tuple[Bucket, ...]
 
     def write(self, rank: int, source: Source, checksums: Sequence[str]) -> Mapping[str, str]:
-        segment = Segment.attach(self.address)
-        try:
-            return _write_share(segment, self.buckets, rank, source, checksums)
-        except BaseException:
-            segment.abandon()  # so that engines stop waiting for it
-            raise
-        finally:
-            segment.close()
+        with Segment.opened(self.address) as segment:
+            try:
+                return _write_share(segment, self.buckets, rank, source, checksums)
+            except BaseException:
+                segment.abandon()  # so that engines stop waiting for it
+                raise
 
 
 class ShmOutbox:
