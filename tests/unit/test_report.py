@@ -33,7 +33,7 @@ from splitroll.report import (
 from splitroll.report.figures import moving_average
 from splitroll.report.live import sparkline
 from splitroll.report.steps import time_parts
-from splitroll.types import Group, Prompt, Route, RouteKind, Sample, Timing
+from splitroll.types import Group, Prompt, Route, RouteKind, Sample, Timing, VersionSpan
 
 
 def step(number: int = 1, **changes: object) -> StepRecord:
@@ -77,6 +77,8 @@ def group(*timings: Timing) -> Group:
             finish_reason="stop",
             seed=0,
             weight_version=0,
+            prefill_version=0,
+            weight_versions=(VersionSpan(0, 0, 1),),
             route=Route(RouteKind.SPLIT, "prefill-0", "decode-0"),
             timing=timing,
         )
