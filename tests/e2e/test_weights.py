@@ -291,7 +291,7 @@ async def test_a_killed_engine_comes_back_with_the_current_weights(
         train(model, 2)
         pid = rollout.fleet.members[victim].engine.info.pids[1]  # type: ignore[union-attr]
         killing = asyncio.create_task(kill_when_loading(rollout, victim, pid))
-        report = await rollout.update_weights(model)
+        report = await asyncio.wait_for(rollout.update_weights(model), 60)
         await killing
         assert victim not in report.engines
         assert len(await asyncio.wait_for(job, 120)) == len(PROMPTS)

@@ -10,8 +10,8 @@ import contextlib
 import os
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import KVTransferConfig
@@ -51,7 +51,10 @@ from splitroll.model import checkpoint_folder
 from splitroll.types import SamplingParams, VersionSpan
 from splitroll.weights.offer import LoadedWeights, NativeOffer, WeightOffer
 
+T = TypeVar("T")
+
 _REMEMBERED_ABORTS = 10_000
+_DEATH_POLL_S = 0.2
 _WARM_UP = SamplingParams(max_tokens=2, temperature=0.0)
 _WARM_UP_TOKENS = 40
 """More than a block on CPU, so that the first forward of each kind is behind us."""
@@ -178,7 +181,8 @@ class VllmEngine:
         """Abort a prefill, unless it has just finished: vLLM's abort would then drop the output
         with the handle, and the blocks would stay pinned until their lease ends."""
         inner = list(self._llm.output_processor.external_req_ids.get(request_id, ()))
-        if await self._llm.engine_core.call_utility_async("splitroll_abort", inner):
+        core = self._llm.engine_core
+        if await self._answer(core.call_utility_async("splitroll_abort", inner)):
             await self._llm.abort(request_id)
 
     async def release(self, request_id: str, kv: KvParams) -> None:
@@ -187,7 +191,8 @@ class VllmEngine:
 
     async def load(self) -> EngineLoad:
         with self._engine_errors():
-            found = await self._llm.engine_core.call_utility_async("splitroll_load")
+            core = self._llm.engine_core
+            found = await self._answer(core.call_utility_async("splitroll_load"))
         running, waiting, held, pinned = found
         return EngineLoad(running=running, waiting=waiting, held_blocks=held, pinned=pinned)
 
@@ -201,29 +206,30 @@ class VllmEngine:
 
     async def reset_prefix_cache(self, *, preempt: bool = False) -> bool:
         with self._engine_errors():
-            await self._llm.reset_encoder_cache()
-            return bool(await self._llm.reset_prefix_cache(reset_running_requests=preempt))
+            await self._answer(self._llm.reset_encoder_cache())
+            reset = self._llm.reset_prefix_cache(reset_running_requests=preempt)
+            return bool(await self._answer(reset))
 
     async def pause(self, *, abort: bool = False) -> None:
         mode = "abort" if abort else "keep"
         with self._engine_errors():
             # Not AsyncLLM.pause_generation, which goes on to sleep for 20 ms.
-            await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+            core = self._llm.engine_core
+            await self._answer(core.pause_scheduler_async(mode=mode, clear_cache=False))
 
     async def resume(self) -> None:
         with self._engine_errors():
-            await self._llm.resume_generation()
+            await self._answer(self._llm.resume_generation())
 
     async def load_weights(self, offer: WeightOffer) -> LoadedWeights:
         with self._engine_errors():
             try:
                 if offer.native is not None:
-                    return await self._load_natively(offer.native)
+                    return await self._answer(self._load_natively(offer.native))
                 if self._arguments.vllm["weight_transfer_config"]["backend"] != WEIGHT_TRANSFER:
-                    return await self._reload(offer)
-                loaded = await self._llm.collective_rpc(
-                    "splitroll_load_weights", args=(offer.to_wire(),)
-                )
+                    return await self._answer(self._reload(offer))
+                load = self._llm.collective_rpc("splitroll_load_weights", args=(offer.to_wire(),))
+                loaded = await self._answer(load)
             except EngineDeadError:
                 raise
             except Exception as exc:  # a wall: whatever a worker raises, it says what was wrong
@@ -254,13 +260,13 @@ class VllmEngine:
 
     async def set_weight_version(self, version: int) -> None:
         with self._engine_errors():
-            await self._llm.update_weight_version(str(version))
+            await self._answer(self._llm.update_weight_version(str(version)))
         self._weight_version = version
 
     async def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of vLLM's workers: for benchmarks of vLLM itself."""
         with self._engine_errors():
-            return list(await self._llm.collective_rpc(method, kwargs=kwargs))
+            return list(await self._answer(self._llm.collective_rpc(method, kwargs=kwargs)))
 
     async def close(self) -> None:
         if hasattr(self, "_llm"):
@@ -277,6 +283,18 @@ class VllmEngine:
                 if request.request_id in self._aborted and not output.finished:
                     await self._llm.abort(request.request_id)
                 yield output
+
+    async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
+        """Return EngineCore's answer to a call. vLLM lets calls wait for ever whose core died."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=_DEATH_POLL_S)
+                if not task.done() and self._llm.errored:
+                    raise EngineDeadError
+            return task.result()
+        finally:
+            task.cancel()
 
     @contextlib.contextmanager
     def _engine_errors(self) -> Any:
