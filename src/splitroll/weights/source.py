@@ -42,9 +42,9 @@ class Source:
             yield name, materialize(tensor)
 
     def take_part(self, name: str) -> None:
-        """Do what gathering a parameter takes of a rank that does not send it."""
-        if is_sharded(self.tensors[name]):
-            materialize(self.tensors[name])
+        """Do what gathering a parameter takes of a rank that does not send it, if it has a shard."""
+        if is_sharded(tensor := self.tensors.get(name)):
+            materialize(tensor)
 
 
 @contextlib.contextmanager
