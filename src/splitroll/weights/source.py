@@ -42,7 +42,7 @@ class Source:
             yield name, materialize(tensor)
 
     def take_part(self, name: str) -> None:
-        """Do what gathering a parameter takes of a rank that does not send it, if it has a shard."""
+        """Do what gathering a shard takes of a rank that does not send the parameter."""
         if is_sharded(tensor := self.tensors.get(name)):
             materialize(tensor)
 
