@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import itertools
 import math
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -24,7 +27,12 @@ from splitroll.engines.simulated import Fabric, LatencyModel, SimulatedEngine
 from splitroll.errors import InvalidRequest, LegError
 from splitroll.handoff.backend import make_backend
 from splitroll.rollout import Rollout
-from splitroll.types import Role, SamplingParams
+from splitroll.types import Role, SamplingParams, VersionSpan
+from splitroll.weights.disk import read_files
+from splitroll.weights.manifest import checkpoint_manifest
+from splitroll.weights.offer import WeightOffer
+from splitroll.weights.shm import ShmTransport
+from splitroll.weights.source import Source
 
 BACKEND = make_backend("nixl")
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -72,12 +80,20 @@ class Pair:
 
 
 @pytest_asyncio.fixture
-async def simulated_pair() -> AsyncIterator[Pair]:
+async def simulated_pair(tiny_model: Path) -> AsyncIterator[Pair]:
     fabric = Fabric()
     latency = LatencyModel(step_s=0.002)
     roles = {"p": Role.PREFILL, "d": Role.DECODE}
     engines = [
-        SimulatedEngine(name, role, fabric, engine_id=name, latency=latency, max_model_len=2048)
+        SimulatedEngine(
+            name,
+            role,
+            fabric,
+            engine_id=name,
+            latency=latency,
+            max_model_len=2048,
+            checkpoint=tiny_model,
+        )
         for name, role in roles.items()
     ]
     for engine in engines:
@@ -273,3 +289,132 @@ async def test_many_requests_at_once_all_end(pair: Pair) -> None:
     ]
     outputs = await asyncio.gather(*(pair.run(request) for request in requests))
     assert [len(output.token_ids) for output in outputs] == [10] * 40
+
+
+@contextlib.asynccontextmanager
+async def weights_of(pair: Pair, checkpoint: Path) -> AsyncIterator[Callable[[float], WeightOffer]]:
+    """Offers of the checkpoint's weights, scaled; both engines end with its own, and version 0."""
+    named = dict(read_files(checkpoint))
+    manifest = checkpoint_manifest(checkpoint)
+    transport = ShmTransport(bucket_bytes=10**6, timeout_s=5)
+
+    def offer(factor: float) -> WeightOffer:
+        outbox = transport.begin(1, [manifest], [os.getpid()])
+        outbox.plan.write(0, Source({n: t * factor for n, t in named.items()}), ())
+        transport.commit(outbox)
+        return outbox.offer()
+
+    try:
+        yield offer
+    finally:
+        for engine in (pair.prefill, pair.decode):
+            await engine.pause()
+            await engine.load_weights(WeightOffer(folder=str(checkpoint)))
+            assert await engine.reset_prefix_cache(preempt=True)
+            await engine.set_weight_version(0)
+            await engine.resume()
+        transport.close()
+
+
+async def load(engine: Engine, offer: WeightOffer, version: int) -> None:
+    await engine.pause()
+    await engine.load_weights(offer)
+    assert await engine.reset_prefix_cache(preempt=True)
+    await engine.set_weight_version(version)
+    await engine.resume()
+
+
+async def test_new_weights_change_answers_and_their_versions(pair: Pair, tiny_model: Path) -> None:
+    prompt = pair.prompt(3 * pair.block)
+    before = await pair.run(pair.request(prompt))
+    assert before.weight_versions == (VersionSpan(0, 0, 8),)
+    async with weights_of(pair, tiny_model) as offer:
+        await load(pair.decode, offer(1.5), 7)
+        after = await pair.run(pair.request(prompt))
+        assert after.weight_versions == (VersionSpan(7, 0, 8),)
+        assert after.token_ids != before.token_ids
+        assert after.cached_tokens == 0, "a cache that outlived its weights"
+        await load(pair.prefill, offer(1.5), 7)
+        handed_out = await pair.hand_out(pair.prompt(20))
+        assert handed_out.weight_version == 7
+        assert handed_out.kv is not None
+        await pair.decode.release(f"r{next(_ids)}", BACKEND.decode_params(handed_out.kv))
+        await pair.assert_no_block_is_held()
+        await load(pair.decode, offer(1.0), 8)
+        back = await pair.run(pair.request(prompt))
+        assert back.token_ids == before.token_ids
+
+
+async def test_a_paused_engine_keeps_its_requests_and_goes_on_under_new_weights(
+    pair: Pair, tiny_model: Path
+) -> None:
+    prompt = pair.prompt(40)
+    sampling = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    async with weights_of(pair, tiny_model) as offer:
+        stream = pair.decode.decode(pair.request(prompt, sampling))
+        first = await anext(stream)
+        assert isinstance(first, FirstToken)
+        assert first.weight_version == 0
+        await pair.decode.pause()
+        late = asyncio.create_task(pair.run(pair.request(prompt)))
+        await asyncio.sleep(0.1)
+        assert not late.done(), "it computes while it is paused"
+        await pair.decode.load_weights(offer(1.5))
+        assert await pair.decode.reset_prefix_cache(preempt=True)
+        await pair.decode.set_weight_version(3)
+        await pair.decode.resume()
+        whole = await anext(stream)
+        assert isinstance(whole, DecodeOutput)
+        assert [span.version for span in whole.weight_versions] == [0, 3]
+        assert whole.weight_versions[-1].end == len(whole.token_ids) == 400
+        at = whole.weight_versions[0].end
+        assert (await late).weight_versions == (VersionSpan(3, 0, 8),)
+        # What follows is what the new weights say after these tokens, computed from nothing.
+        longer = prompt + whole.token_ids[:at]
+        sampling = SamplingParams(max_tokens=400 - at, temperature=0.0, ignore_eos=True)
+        fresh = await pair.run(pair.request(longer, sampling, salt=f"{pair.salt}-fresh"))
+        if isinstance(pair.decode, SimulatedEngine):
+            return  # its tokens depend on how many it has generated itself
+        assert fresh.token_ids == whole.token_ids[at:]
+
+
+async def test_a_pause_that_aborts_returns_what_there_is(pair: Pair) -> None:
+    sampling = SamplingParams(max_tokens=400, ignore_eos=True)
+    jobs = [
+        asyncio.create_task(pair.run(pair.request(pair.prompt(30), sampling))) for _ in range(3)
+    ]
+    await asyncio.sleep(0.2)
+    await pair.decode.pause(abort=True)
+    outputs = await asyncio.wait_for(asyncio.gather(*jobs), 5)
+    await pair.decode.resume()
+    for output in outputs:
+        assert output.finish_reason == "abort"
+        assert 0 < len(output.token_ids) == len(output.logprobs) < 400
+        assert output.weight_versions == (VersionSpan(0, 0, len(output.token_ids)),)
+
+
+async def test_caches_with_a_handle_in_them_are_not_dropped(pair: Pair) -> None:
+    output = await pair.hand_out(pair.prompt(50))
+    assert (await pair.prefill.load()).pinned == 1
+    await pair.prefill.pause()
+    assert not await pair.prefill.reset_prefix_cache(preempt=True)
+    await pair.prefill.resume()
+    assert output.kv is not None
+    await pair.decode.release(f"r{next(_ids)}", BACKEND.decode_params(output.kv))
+
+
+async def test_loading_that_fails_names_why_and_can_be_repeated(
+    pair: Pair, tiny_model: Path
+) -> None:
+    prompt = pair.prompt(40)
+    before = await pair.run(pair.request(prompt))
+    async with weights_of(pair, tiny_model) as offer:
+        whole = offer(1.5)
+        assert whole.segment is not None
+        gone = dataclasses.replace(whole.segment, id="00" * 16)
+        await pair.decode.pause()
+        with pytest.raises(LegError, match="is something else"):
+            await pair.decode.load_weights(dataclasses.replace(whole, segment=gone))
+        await load(pair.decode, whole, 1)
+        assert (await pair.run(pair.request(prompt))).token_ids != before.token_ids
+    assert (await pair.run(pair.request(prompt))).token_ids == before.token_ids
