@@ -506,7 +506,7 @@ class Updater:
             nbytes=nbytes,
             seconds=dict(transaction.seconds),
             write_s=transaction.write_s,
-            load_s=transaction.seconds[Phase.LOAD.value],
+            load_s=transaction.seconds.get(Phase.LOAD.value, 0.0),
             pause_s=transaction.paused_s,
             total_s=time.monotonic() - begun_s,
             engines=tuple(sorted(update.engines)),
