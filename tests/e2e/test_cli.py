@@ -100,13 +100,18 @@ def test_an_interrupted_rollout_resumes_to_the_same_file(
     assert sorted(os.listdir(tmp_path)) == ["c.yaml", "p.jsonl", "s.jsonl", "s.jsonl.run"]
 
 
-def test_check_reports_every_pair(tiny_config: dict[str, Any], tmp_path: Path) -> None:
+def test_check_reports_every_pair_and_the_weights(
+    tiny_config: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tiny_config))
     command = [sys.executable, "-m", "splitroll", "check", "--config", str(tmp_path / "c.yaml")]
-    done = run([*command, "--json"])
+    done = run([*command, "--json", "--weights"])
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ok"]
+    weights = report["weights"]
+    assert (weights["version"], weights["engines"], weights["parameters"]) == (1, 3, 39)
+    assert weights["max_logprob_gap"] < 1e-4
     assert [(pair["prefill"], pair["decode"]) for pair in report["pairs"]] == [
         ("prefill-0", "decode-0"),
         ("prefill-0", "decode-1"),
