@@ -130,4 +130,4 @@ async def simulated(
         try:
             yield SimulatedSystem(fleet, handoff, dispatcher, launcher, updater)
         finally:
-            updater.close()
+            await updater.close()

@@ -47,12 +47,15 @@ def main(store: str, folder: str, *pushes: str) -> None:
     ranks = join(store, 1)
     for push in pushes:
         name, _, how = push.partition(":")
+        mine: Any
         _, mine = shares(load_file(Path(folder) / f"{name}.safetensors"))
         last = list(mine)[-1]
         if how in ("die", "break"):
             mine[last] = mine[last].as_subclass(Deadly if how == "die" else Broken)
         if how == "stranger":
             mine["stranger"] = torch.zeros(3)
+        if how == "twice":
+            mine = [*mine.items(), (last, mine[last])]
         if how == "both":
             mine = load_file(Path(folder) / f"{name}.safetensors")
         try:

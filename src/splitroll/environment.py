@@ -153,6 +153,8 @@ def _fault(group: Group, prompt: Prompt, n: int) -> str | None:
     for sample in group.samples:
         if sample.prompt_token_ids != prompt.token_ids:
             return f"sample {sample.sample} is of another prompt"
+        if sample.finish_reason == "abort":
+            return f"sample {sample.sample} was ended early, by a weight update"
         if not sample.token_ids:
             return f"sample {sample.sample} has no tokens"
         if len(sample.logprobs) != len(sample.token_ids):

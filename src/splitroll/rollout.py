@@ -148,7 +148,7 @@ class Rollout:
                     try:
                         yield cls(config, facts, fleet, dispatcher, updater)
                     finally:
-                        updater.close()
+                        await updater.close()
                         eventful = any(member.restarts for member in fleet.members.values())
             except FleetError:
                 eventful = True  # its logs are wanted
@@ -264,7 +264,9 @@ class Rollout:
 
         Raises:
             ProofError: a pair does not hand off KV.
+            FleetFenced: a weight update failed.
         """
+        self._dispatcher.check_fence()
         await self.fleet.prove_all()
 
     async def activity(self) -> Activity:

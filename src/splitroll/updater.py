@@ -13,9 +13,10 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitroll.config.schema import Weights
 from splitroll.dispatch.dispatcher import Dispatcher
@@ -38,6 +39,7 @@ from splitroll.weights.manifest import (
     wire_manifest,
 )
 from splitroll.weights.offer import LoadedWeights, Receiver, WeightOffer
+from splitroll.weights.segment import WriterGone
 from splitroll.weights.transport import Outbox, Transport
 from splitroll.weights.update import FLEET, Died, Done, Event, Failed, Outcome, Phase, Update
 
@@ -45,10 +47,14 @@ if TYPE_CHECKING:
     from splitroll.weights.ranks import Conductor, Share, TrainerRanks
     from splitroll.weights.source import Source
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.002
 _ABORTED_TIMEOUT_S = 2.0
+_ABORT_AGAIN_S = 0.1
+_CLOSE_TIMEOUT_S = 30.0
 _SAMPLED_PARAMETERS = 8
 
 
@@ -92,6 +98,35 @@ class _Transaction:
     seconds: dict[str, float] = field(default_factory=dict)
     paused_s: float = 0.0
     write_s: float = 0.0
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def give_up(self) -> None:
+        """Stop who reads and who writes it; what has begun is undone."""
+        self.given_up.set()
+        self.outbox.abandon()
+
+
+class _Trainer:
+    """The trainer's side of one update: a thread of its own, and the other ranks."""
+
+    def __init__(self, conductor: Conductor) -> None:
+        self.conductor = conductor
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="splitroll-weights")
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """Run blocking work after all that was asked before, also if we are cancelled."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+    async def close(self, outcome: int | BaseException, limit_s: float) -> None:
+        """Tell the other ranks how it ended."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.run(self.conductor.close, outcome)
+        except Exception as exc:  # a wall: how the update itself ended matters more
+            log.error("the other trainer ranks were not told how the update ended: %s", exc)
+        finally:
+            self._thread.shutdown(wait=False)
 
 
 class Updater:
@@ -126,6 +161,7 @@ class Updater:
         self._checkpoint = checkpoint
         self._busy: int | None = None
         self._membership_closed = False
+        self._transaction: _Transaction | None = None
         fleet.on_join(self._bring)
 
     async def update(
@@ -139,42 +175,55 @@ class Updater:
         """See `Rollout.update_weights`."""
         from splitroll.weights.ranks import Conductor  # late: see _opened
 
-        conductor = Conductor(ranks)
+        # What concerns the trainer's side runs in one thread, in order: what the ranks tell each
+        # other must not cross, and reading weights takes long.
+        trainer = _Trainer(Conductor(ranks))
         outcome: int | BaseException = RuntimeError("the update was cancelled")
+        before = self._fleet.weight_version
         try:
-            report = await self._update(weights, version, partial, conductor)
-            outcome = report.version
+            version = self._check_version(version)
+            report = await self._update(weights, version, partial, trainer)
         except Exception as exc:
             outcome = exc
             raise
         finally:
-            await asyncio.to_thread(conductor.close, outcome)
+            if self._fleet.weight_version > before:  # also when the cancellation came too late
+                outcome = self._fleet.weight_version
+            await trainer.close(outcome, self._settings.timeout_s)
         return report
 
     async def _update(
-        self, weights: Any, version: int | None, partial: bool, conductor: Conductor
+        self, weights: Any, version: int, partial: bool, trainer: _Trainer
     ) -> UpdateReport:
         begun_s = time.monotonic()
-        version = self._check_version(version)
         self._busy = version
         try:
             wanted = self._manifest()
-            await asyncio.to_thread(conductor.open, version, wanted)
-            with self._reading(weights, wanted, partial) as source:
-                shares = await asyncio.to_thread(conductor.shares, source.manifest)
+            await trainer.run(trainer.conductor.open, version, wanted)
+            reading = self._reading(weights, wanted, partial)
+            source = await trainer.run(reading.__enter__)
+            try:
+                shares = await trainer.run(trainer.conductor.shares, source.manifest)
                 parts = self._parts(shares, wanted, partial)
-                transaction = self._begin(version, parts, shares, source, conductor)
+                transaction = self._begin(version, parts, shares, source, trainer)
                 try:
                     update = await self._run(transaction)
                 finally:
                     await self._end_writing(transaction)
-                nbytes = sum(spec.nbytes for part in parts for spec in part)
-                return self._conclude(transaction, update, nbytes, begun_s)
+            finally:
+                await trainer.run(reading.__exit__, None, None, None)
+            nbytes = sum(spec.nbytes for part in parts for spec in part)
+            return self._conclude(transaction, update, nbytes, begun_s)
         finally:
             self._busy = None
 
-    def close(self) -> None:
-        """Let go of what the transport keeps; after the last update."""
+    async def close(self) -> None:
+        """End an update that is under way, and let go of what the transport keeps."""
+        if (transaction := self._transaction) is not None:
+            transaction.give_up()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await transaction.ended.wait()
         if self._transport is not None:
             self._transport.close()
 
@@ -252,6 +301,7 @@ class Updater:
         """Yield the parameters that the fleet serves now."""
         from splitroll.weights.disk import read_files
 
+        self._current_offer()
         if self._transport is None or self._transport.current() is None:
             return read_files(checkpoint_folder(self._checkpoint))
         return self._transport.read()
@@ -262,7 +312,7 @@ class Updater:
         parts: Sequence[Manifest],
         shares: Sequence[Share],
         source: Source,
-        conductor: Conductor,
+        trainer: _Trainer,
     ) -> _Transaction:
         """Begin to write, on all ranks."""
         from splitroll.weights.ranks import Plan  # late: see _opened
@@ -274,21 +324,21 @@ class Updater:
         begun_s = time.monotonic()
 
         def write_all() -> Mapping[str, str]:
-            conductor.plan(Plan(outbox.plan, checksums))
+            trainer.conductor.plan(Plan(outbox.plan, checksums))
             written: Mapping[str, str] | Exception
             try:
                 written = outbox.plan.write(0, source, checksums)
             except Exception as exc:  # a wall: the other ranks are to be told, whatever it is
                 written = exc
-            sums = conductor.written(written)
+            sums = trainer.conductor.written(written)
             outbox.seal()
             return sums
 
         async def write() -> Mapping[str, str]:
             try:
-                return await asyncio.to_thread(write_all)
+                return await trainer.run(write_all)
             except BaseException:
-                outbox.abandon()  # so that engines that read it stop waiting
+                transaction.give_up()
                 raise
             finally:
                 transaction.write_s = time.monotonic() - begun_s
@@ -314,16 +364,34 @@ class Updater:
 
     async def _run(self, transaction: _Transaction) -> Update:
         """Run the update to its end, also when we are cancelled: what has begun ends consistent."""
+        self._transaction = transaction
         running = asyncio.create_task(self._carry_out(transaction))
+        cancelled = False
         try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            transaction.outbox.abandon()
-            update = await running
+            while not running.done():
+                try:
+                    await asyncio.shield(running)
+                except asyncio.CancelledError:
+                    cancelled = True
+                    transaction.give_up()
+        finally:
+            self._transaction = None
+            transaction.ended.set()
+        update = running.result()
+        if cancelled:
             self._settle(transaction, update)
-            raise
+            raise asyncio.CancelledError
+        return update
 
     async def _carry_out(self, transaction: _Transaction) -> Update:
+        try:
+            return await self._go_through(transaction)
+        except BaseException as exc:
+            # Whatever it was: engines may hold anything now.
+            self._dispatcher.fence(f"the update broke off: {type(exc).__name__}: {exc}")
+            raise
+
+    async def _go_through(self, transaction: _Transaction) -> Update:
         settings = self._settings
         transaction.engines = {engine.info.name: engine for engine in self._fleet.ready()}
         fenced = self._dispatcher.is_fenced
@@ -409,7 +477,7 @@ class Updater:
         try:
             async with asyncio.timeout(limit_s):
                 if phase is Phase.GATE:
-                    await self._shut()
+                    await self._shut(transaction)
                 elif who == FLEET:
                     await asyncio.shield(transaction.writing)
                 else:
@@ -431,10 +499,30 @@ class Updater:
             return Failed(who, f"{type(exc).__name__}: {exc}")
         return Done(who)
 
-    async def _shut(self) -> None:
+    async def _shut(self, transaction: _Transaction) -> None:
+        """Let nothing begin; with `drain` wait for what has, unless the trainer fails meanwhile."""
         self._dispatcher.shut(partial=self._settings.in_flight == "abort")
-        if self._settings.in_flight == "drain":
-            await self._dispatcher.drained()
+        if self._settings.in_flight != "drain":
+            return
+        drained = asyncio.ensure_future(self._dispatcher.drained())
+        given_up = asyncio.ensure_future(transaction.given_up.wait())
+        try:
+            await asyncio.wait([drained, given_up], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            drained.cancel()
+            given_up.cancel()
+        if transaction.given_up.is_set():
+            raise WriterGone("the trainer gave the update up")
+
+    async def _abort(self, engine: Engine) -> None:
+        """End what an engine generates, also what reaches it only now, and see it collected."""
+        end_s = time.monotonic() + _ABORTED_TIMEOUT_S
+        while time.monotonic() < end_s:
+            await engine.pause(abort=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ABORT_AGAIN_S):
+                    await self._dispatcher.drained()
+                    return
 
     async def _do(
         self, phase: Phase, engine: Engine, transaction: _Transaction, restoring: bool
@@ -442,12 +530,10 @@ class Updater:
         name = engine.info.name
         match phase:
             case Phase.PAUSE:
-                abort = self._settings.in_flight == "abort"
-                await engine.pause(abort=abort)
-                if abort:  # what they had is to be collected as such before work goes on
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_ABORTED_TIMEOUT_S):
-                            await self._dispatcher.drained()
+                if self._settings.in_flight == "abort":
+                    await self._abort(engine)
+                else:
+                    await engine.pause()
             case Phase.LOAD:
                 offer = self._current_offer()
                 if not restoring:
@@ -467,26 +553,44 @@ class Updater:
                 await engine.resume()
 
     def _current_offer(self) -> WeightOffer:
+        """Return where the version that the fleet serves is.
+
+        Raises:
+            LookupError: the transport keeps none; see `Weights.path`.
+        """
         current = None if self._transport is None else self._transport.current()
-        return current or WeightOffer(folder=self._checkpoint)
+        if current is not None:
+            return current
+        if self._fleet.weight_version:
+            raise LookupError(
+                f"weights.transport {self._settings.transport} keeps no copy of version "
+                f"{self._fleet.weight_version}: push weights again, and set weights.path"
+            )
+        names = tuple(spec.name for spec in self._manifest())
+        return WeightOffer(folder=self._checkpoint, names=names)
 
     async def _bring(self, engine: Engine) -> None:
         """Bring a restarted engine to the version that the fleet serves, before it is proven."""
         version = self._fleet.weight_version
         if version == 0:
             return
-        async with asyncio.timeout(self._settings.timeout_s):
-            await engine.pause()
-            await engine.load_weights(self._current_offer())
-            if not await engine.reset_prefix_cache(preempt=True):
-                raise LegError(engine.info.name, "it refused to drop its KV caches")
-            await engine.set_weight_version(version)
-            await engine.resume()
+        limit_s = self._settings.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await engine.pause()
+                await engine.load_weights(self._current_offer())
+                if not await engine.reset_prefix_cache(preempt=True):
+                    raise LegError(engine.info.name, "it refused to drop its KV caches")
+                await engine.set_weight_version(version)
+                await engine.resume()
+        except TimeoutError as exc:
+            cause = f"it did not load weight version {version} in {limit_s:g} s"
+            raise LegError(engine.info.name, cause) from exc
 
     async def _end_writing(self, transaction: _Transaction) -> None:
         """Wait for the writer, which reads the trainer's tensors."""
         if not transaction.writing.done():
-            transaction.outbox.abandon()
+            transaction.give_up()
             await asyncio.wait([transaction.writing], timeout=self._settings.timeout_s)
         if not transaction.writing.done():
             log.error("the trainer's tensors are still being read: do not change them")

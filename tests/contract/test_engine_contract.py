@@ -418,3 +418,14 @@ async def test_loading_that_fails_names_why_and_can_be_repeated(
         await load(pair.decode, whole, 1)
         assert (await pair.run(pair.request(prompt))).token_ids != before.token_ids
     assert (await pair.run(pair.request(prompt))).token_ids == before.token_ids
+
+
+async def test_files_that_lack_a_parameter_are_refused(pair: Pair, tiny_model: Path) -> None:
+    names = tuple(spec.name for spec in checkpoint_manifest(tiny_model))
+    async with weights_of(pair, tiny_model):
+        await pair.decode.pause()
+        with pytest.raises(LegError, match="parameter absent: not in"):
+            await pair.decode.load_weights(
+                WeightOffer(folder=str(tiny_model), names=(*names, "absent"))
+            )
+        await load(pair.decode, WeightOffer(folder=str(tiny_model), names=names), 1)

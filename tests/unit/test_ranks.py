@@ -147,6 +147,16 @@ async def test_a_difference_on_any_rank_is_told_on_all(pair: Pair) -> None:
     assert second == "version 1"
 
 
+async def test_weights_that_one_rank_cannot_read_are_told_on_all(pair: Pair) -> None:
+    ranks = pair.start("next:twice", "after")
+    with pytest.raises(ConfigError, match="it comes twice"):
+        await pair.push(ranks, "next")
+    assert (await pair.push(ranks, "after")).version == 1
+    first, second = await pair.told()
+    assert "it comes twice" in first
+    assert second == "version 1"
+
+
 async def test_a_rank_that_fails_ends_the_update_on_all(pair: Pair) -> None:
     ranks = pair.start("next:break", "after")
     with pytest.raises(WeightUpdateFailed, match="out of memory on rank 1"):

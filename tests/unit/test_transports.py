@@ -608,3 +608,21 @@ def test_an_offer_travels_as_plain_values() -> None:
     )
     for one in (offer, WeightOffer(folder="/a/folder"), WeightOffer()):
         assert WeightOffer.from_wire(json.loads(json.dumps(one.to_wire()))) == one
+
+
+@pytest.mark.parametrize("kind", ["shm", "disk"])
+def test_a_rank_that_fails_still_takes_part_in_gathering_the_rest(
+    kind: str, tmp_path: Path
+) -> None:
+    """The others would wait for it in a collective."""
+    transport = make(kind, tmp_path)
+    gathered: list[str] = []
+    tensors = weights(1)
+    shards = {name: noted(tensors, name, gathered) for name in tensors}
+    failing = hooked(tensors, "router", out_of_memory).tensors["router"]
+    outbox = transport.begin(1, [WIRE], [PID])
+    with pytest.raises(MemoryError):
+        outbox.plan.write(0, Source({**shards, "router": failing}), ())
+    assert set(gathered) == set(tensors) - {"router"}
+    transport.discard(outbox)
+    transport.close()

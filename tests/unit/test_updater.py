@@ -578,3 +578,72 @@ async def test_a_role_that_died_out_meanwhile_is_no_obstacle(checkpoint: Path) -
         assert await system.fleet.wait_ready(Role.DECODE, timeout_s=10)
         groups = await collect(start(system, 4))
     assert tokens(groups) == tokens(await oracle(checkpoint, 4, 4))
+
+
+async def test_a_group_whose_leader_has_no_token_yet_ends_early_too(checkpoint: Path) -> None:
+    """Colocated engines compute prompts themselves: nobody may wait for such a leader."""
+    latency = LatencyModel(prefill_token_s=2e-3, step_s=0.002)
+    options = ("weights.in_flight=abort", "disaggregation.enabled=false", "colocated.replicas=2")
+    async with updating(checkpoint, *options, latency=latency) as system:
+        jobs = start(system, 4)
+        await asyncio.sleep(0.05)  # all prompts take 0.14 s
+        await asyncio.wait_for(system.updater.update(weights(3)), 5)
+        groups = await asyncio.wait_for(asyncio.gather(*jobs), 5)
+        assert all(not group.is_complete for group in groups)
+        assert {len(sample.token_ids) for sample in samples(groups)} == {0}
+        for group in groups:
+            begun = {sample.sample: sample for sample in group.samples}
+            again = GroupWork(group.prompt, 4, work().sampling, 0, begun)
+            whole = await asyncio.wait_for(system.dispatcher.run(again), 5)
+            assert whole.is_complete
+            for sample in whole.samples:
+                assert_versions(sample, {1})
+        await idle(system)
+
+
+async def test_an_update_that_is_cancelled_again_and_again_still_ends_consistent(
+    checkpoint: Path,
+) -> None:
+    async with updating(checkpoint, latency=LatencyModel()) as system:
+        for faults in system.launcher.faults.values():
+            faults.hang_at = "load"
+        update = asyncio.create_task(system.updater.update(weights(4)))
+        await asyncio.sleep(0.1)
+        for _ in range(5):
+            update.cancel()
+            await asyncio.sleep(0.02)
+        for faults in system.launcher.faults.values():
+            faults.hang_at = ""
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(update, 10)
+        assert await all_ready(system)
+        assert system.fleet.weight_version == 0
+        groups = await collect(start(system, 3))
+        await system.updater.update(weights(5))
+    assert tokens(groups) == tokens(await oracle(checkpoint, None, 3))
+
+
+async def test_a_trainer_that_fails_while_the_fleet_drains_does_not_wait_for_it(
+    checkpoint: Path,
+) -> None:
+    broken = {**weights(4), "w0": torch.zeros(40, 30).as_subclass(LostShard)}
+    async with updating(checkpoint, latency=LatencyModel(step_s=0.02)) as system:
+        jobs = start(system, 2, max_tokens=100)
+        await decoding(system)
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(WeightUpdateFailed, match="the trainer lost a rank"):
+            await system.updater.update(broken)
+        assert asyncio.get_running_loop().time() - begun < 1
+        assert {s.weight_version for s in samples(await collect(jobs))} == {0}
+
+
+async def test_closing_ends_an_update_that_is_under_way(checkpoint: Path) -> None:
+    async with updating(checkpoint, latency=LatencyModel(step_s=0.02)) as system:
+        jobs = start(system, 2, max_tokens=100)
+        await decoding(system)
+        update = asyncio.create_task(system.updater.update(weights(4)))
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(system.updater.close(), 5)
+        with pytest.raises(WeightUpdateFailed, match="gave the update up"):
+            await update
+        await collect(jobs)

@@ -174,6 +174,8 @@ class Dispatcher:
         self._turnstile = Turnstile()
         self._crossings: set[_Crossing] = set()
         self._partial_ok = False
+        """An update has ended samples early; such may still come in when it is over."""
+        self._ending_early = False
         self._fence: str | None = None
         self._resize()
         fleet.on_change(self._resize)
@@ -190,7 +192,8 @@ class Dispatcher:
         Args:
             partial: samples that engines end early are returned as they are.
         """
-        self._partial_ok = partial
+        self._partial_ok |= partial
+        self._ending_early = partial
         self._fence = None  # who waits for it, waits for the update
         self._turnstile.shut()
 
@@ -210,14 +213,22 @@ class Dispatcher:
 
     def reopen(self) -> None:
         """Let attempts begin again."""
-        self._partial_ok = False
+        self._ending_early = False
         self._fence = None
         self._turnstile.open()
+
+    def check_fence(self) -> None:
+        """
+        Raises:
+            FleetFenced: a weight update failed, and none has succeeded since.
+        """
+        if self._fence is not None:
+            raise FleetFenced(self._fence)
 
     def fence(self, cause: str) -> None:
         """Stay shut after a failed update: what is accepted waits for another one to succeed, and
         fails with the cause when none does within `limits.recovery_timeout_s`."""
-        self._partial_ok = False
+        self._ending_early = False
         self._fence = cause
 
     async def run(self, work: GroupWork) -> Group:
@@ -411,6 +422,7 @@ class Dispatcher:
             weight_version=self._fleet.weight_version,
             on_end=lambda request: release[request.request_id](),
             on_kv=lambda: self._crossings.discard(crossing) if crossing else None,
+            ending_early=lambda: self._ending_early,
         )
         self._collect(_Leg(part.engine, handle, started_s, requests, result), progress)
 
@@ -571,7 +583,7 @@ def _sample(leg: _Leg, index: int, output: DecodeOutput, progress: _Progress) ->
     leader, request = next(iter(leg.requests.values())), leg.requests[index]
     waited_s = output.wait_s
     if request is not leader:
-        waited_s += leg.result.waited_s[leader.request_id]
+        waited_s += leg.result.waited_s.get(leader.request_id, 0.0)
     queued_s = leg.started_s - progress.accepted_s
     if leg.handle is None:
         route = Route(RouteKind.LOCAL, prefill=name, decode=name)

@@ -347,6 +347,8 @@ class SimulatedEngine(Engine):
                 self.faults.fail_loads -= 1
                 raise RuntimeError(f"parameter {name}: simulated fault while loading")
             whole[name] = hashlib.sha256(data).hexdigest()
+        if missing := [name for name in offer.names if name not in whole]:
+            raise RuntimeError(f"parameter {missing[0]}: not in {offer.folder}")
         return {name: whole[name] for name in offer.checksum}, _digest(whole)
 
     async def _control(self, call: str) -> None:

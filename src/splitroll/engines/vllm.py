@@ -230,7 +230,7 @@ class VllmEngine:
                     return await self._answer(self._reload(offer))
                 load = self._llm.collective_rpc("splitroll_load_weights", args=(offer.to_wire(),))
                 loaded = await self._answer(load)
-            except EngineDeadError:
+            except (EngineDeadError, EngineDied):
                 raise
             except Exception as exc:  # a wall: whatever a worker raises, it says what was wrong
                 raise LegError(self._arguments.name, _worker_error(exc)) from exc
@@ -246,9 +246,12 @@ class VllmEngine:
             init = dict(offer.init[self._arguments.name])
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init))
             self._rendezvous = offer.rendezvous
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=offer.update))
-        await self._llm.finish_weight_update()
+        try:
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=offer.update))
+            await self._llm.finish_weight_update()
+        except Exception as exc:  # vLLM's engine would go on from what this try left in layers
+            raise EngineDied(self._arguments.name, _worker_error(exc)) from exc
         return LoadedWeights(seconds=time.monotonic() - begun)
 
     async def _reload(self, offer: WeightOffer) -> LoadedWeights:

@@ -61,6 +61,7 @@ class OfferedWeights(WeightTransferEngine):  # type: ignore[misc]
         self.seconds = 0.0
         self._begun_s = 0.0
         self._dirty = False
+        self._received: set[str] = set()
         self._loaded: set[str] = set()
         self._tracks = True
         self._segments: dict[str, Segment] = {}
@@ -74,6 +75,7 @@ class OfferedWeights(WeightTransferEngine):  # type: ignore[misc]
             # An update before this one failed half-way. What it left in a layer is loaded over.
             finalize_layerwise_reload(self.model, self.model_config)
         self._dirty = True
+        self._received = set()
         self._loaded = set()
         self._tracks = True
         self.checksums = {}
@@ -90,6 +92,9 @@ class OfferedWeights(WeightTransferEngine):  # type: ignore[misc]
         if offer.segment is None:
             assert offer.folder is not None, "an offer is either of a segment or of a folder"
             self._load(read_files(checkpoint_folder(offer.folder)), offer)
+            if missing := [name for name in offer.names if name not in self._received]:
+                others = f", nor are {len(missing) - 1} others" if missing[1:] else ""
+                raise RuntimeError(f"parameter {missing[0]}: not in {offer.folder}{others}")
             return
         segment = self._attach(offer)
         owners = [bucket.owner for bucket in offer.buckets]
@@ -99,9 +104,9 @@ class OfferedWeights(WeightTransferEngine):  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
         if self._tracks:
-            quantized = self.model_config.quantization is not None
             loader = DefaultModelLoader(LoadConfig())
-            loader.track_weights_loading(self.model, self._loaded, quantized=quantized)
+            # As for a quantised model: for others vLLM excuses all linear and embedding layers.
+            loader.track_weights_loading(self.model, set(self._loaded), quantized=True)
         untouched = [m for m in self.model.modules() if _is_untouched(m)]
         finalize_layerwise_reload(self.model, self.model_config)
         self._process_tied(untouched)
@@ -121,6 +126,7 @@ class OfferedWeights(WeightTransferEngine):  # type: ignore[misc]
             nonlocal current
             for name, tensor in named:
                 current = name
+                self._received.add(name)
                 if name in offer.checksum:
                     self.checksums[name] = checksum(tensor)
                 yield name, tensor

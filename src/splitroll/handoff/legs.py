@@ -133,6 +133,7 @@ class Handoff:
         weight_version: int,
         on_end: Callable[[DecodeRequest], None] = lambda request: None,
         on_kv: Callable[[], None] = lambda: None,
+        ending_early: Callable[[], bool] = lambda: False,
     ) -> DecodeResult:
         """Decode samples of one prompt on one engine: the first leads, the others join it.
 
@@ -141,11 +142,14 @@ class Handoff:
             weight_version: of the decode engine's weights.
             on_end: called as each request ends, however it ends.
             on_kv: called when the prompt's KV is here, which is when no handle is in flight.
+            ending_early: whether samples end as they are; one that has not begun ends with nothing.
 
         Returns:
             what completed and what did not; only cancellation is raised.
         """
-        leg = _DecodeLeg(self, engine, handle, tuple(requests), weight_version, on_end, on_kv)
+        leg = _DecodeLeg(
+            self, engine, handle, tuple(requests), weight_version, on_end, on_kv, ending_early
+        )
         return await leg.run()
 
     async def settled(self) -> None:
@@ -219,6 +223,7 @@ class _DecodeLeg:
         weight_version: int,
         on_end: Callable[[DecodeRequest], None],
         on_kv: Callable[[], None],
+        ending_early: Callable[[], bool],
     ) -> None:
         self._handoff = handoff
         self._engine = engine
@@ -227,6 +232,8 @@ class _DecodeLeg:
         self._weight_version = weight_version
         self._on_end = on_end
         self._on_kv = on_kv
+        self._ending_early = ending_early
+        self._leader_ended_early = False
         self._result = DecodeResult()
         self._kv_is_here = asyncio.Event()
         self._begun_s = handoff._clock()
@@ -262,6 +269,11 @@ class _DecodeLeg:
             await self._sample(
                 request, limits.sample_timeout_s if kv is None else limits.handoff_timeout_s
             )
+            if not self._kv_is_here.is_set():  # it was ended before its first token
+                if self._handle is not None:
+                    raise LegError(self._engine.info.name, "it aborted a leader before its KV came")
+                self._leader_ended_early = True
+                self._kv_is_here.set()
         except BaseException as exc:
             if not self._kv_is_here.is_set():
                 for task in siblings:
@@ -274,6 +286,10 @@ class _DecodeLeg:
     async def _join(self, request: DecodeRequest) -> None:
         try:
             await self._kv_is_here.wait()  # ends with the leader: see _lead
+            if self._leader_ended_early or self._ending_early():
+                self._result.outputs[request.request_id] = _NOTHING_YET
+                self._result.waited_s.setdefault(request.request_id, 0.0)
+                return
             await self._sample(request, self._handoff._limits.sample_timeout_s)
         finally:
             self._on_end(request)
@@ -381,6 +397,9 @@ class _DecodeLeg:
             self._handoff.give_back(handle)
         else:
             handle.settle()
+
+
+_NOTHING_YET = DecodeOutput((), (), "", "abort", 0, 0.0, 0.0, 0.0, ())
 
 
 def _with_kv(request: DecodeRequest, kv: KvParams) -> DecodeRequest:

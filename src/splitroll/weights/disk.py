@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,20 +27,28 @@ class DiskPlan:
 
     def write(self, rank: int, source: Source, checksums: Sequence[str]) -> Mapping[str, str]:
         sums = {}
+        failed: Exception | None = None
         for index, bucket in enumerate(self.buckets):
-            file = {}
+            file: dict[str, torch.Tensor] = {}
             for spec, _ in bucket.specs:
-                if bucket.owner != rank:
-                    source.take_part(spec.name)
+                if failed or bucket.owner != rank:
+                    source.take_part(spec.name)  # or the others would wait in a collective
                     continue
-                whole = materialize(source.tensors[spec.name])
-                if not self.folder.exists():
-                    raise InterruptedError("the update was given up")
-                file[spec.name] = whole.to("cpu", getattr(torch, spec.dtype)).contiguous()
-                if spec.name in checksums:
-                    sums[spec.name] = checksum(file[spec.name])
-            if file:
-                save_file(file, self.folder / f"model-{index:05d}.safetensors")
+                try:
+                    whole = materialize(source.tensors[spec.name])
+                    if not self.folder.exists():
+                        raise InterruptedError("the update was given up")
+                    sent = file[spec.name] = whole.to(
+                        "cpu", getattr(torch, spec.dtype)
+                    ).contiguous()
+                    if spec.name in checksums:
+                        sums[spec.name] = checksum(sent)
+                    if len(file) == len(bucket.specs):
+                        save_file(file, self.folder / f"model-{index:05d}.safetensors")
+                except Exception as exc:
+                    failed = exc
+        if failed:
+            raise failed
         return sums
 
 
@@ -64,14 +73,21 @@ class DiskOutbox:
 
     def offer(self, checksums: Sequence[str] = ()) -> WeightOffer:
         return WeightOffer(
-            folder=str(self.folder), timeout_s=self._timeout_s, checksum=tuple(checksums)
+            folder=str(self.folder),
+            names=tuple(spec.name for bucket in self._buckets for spec, _ in bucket.specs),
+            timeout_s=self._timeout_s,
+            checksum=tuple(checksums),
         )
 
     def seal(self) -> None:
         os.replace(self.staging, self.folder)
 
     def abandon(self) -> None:
-        shutil.rmtree(self.staging, ignore_errors=True)
+        # In one step, so that no part of it can be sealed while it goes.
+        gone = self.staging.with_suffix(".gone")
+        with contextlib.suppress(OSError):
+            os.replace(self.staging, gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
 
 class DiskTransport:

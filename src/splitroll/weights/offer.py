@@ -43,6 +43,7 @@ class WeightOffer:
         segment: the shared memory, with its `buckets`; None where they are in files.
         folder: of safetensors files, on a path that the engine's node sees; or the Hugging Face id
             of the model that the engines started from.
+        names: of all parameters that are to be in the folder.
         timeout_s: longest wait for the next bucket.
         checksum: names of the parameters whose checksum the engine is to return.
     """
@@ -50,6 +51,7 @@ class WeightOffer:
     segment: SegmentAddress | None = None
     buckets: tuple[Bucket, ...] = ()
     folder: str | None = None
+    names: tuple[str, ...] = ()
     timeout_s: float = 60.0
     checksum: tuple[str, ...] = ()
     native: NativeOffer | None = None
@@ -66,6 +68,7 @@ class WeightOffer:
                 for bucket in self.buckets
             ],
             "folder": self.folder,
+            "names": list(self.names),
             "timeout_s": self.timeout_s,
             "checksum": list(self.checksum),
         }
@@ -88,6 +91,7 @@ class WeightOffer:
                 for owner, specs in wire["buckets"]
             ),
             folder=wire["folder"],
+            names=tuple(wire["names"]),
             timeout_s=wire["timeout_s"],
             checksum=tuple(wire["checksum"]),
         )

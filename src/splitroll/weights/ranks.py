@@ -15,6 +15,7 @@ shards of one tensor) by one of them, in turn. What goes wrong on any rank ends 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 from collections.abc import Mapping, Sequence
@@ -62,13 +63,13 @@ class TrainerRanks:
 
     Args:
         group: the ranks that push together, None for all; its first is to hold the Rollout.
-        timeout_s: longest wait for another rank.
+        timeout_s: longest wait for another rank: a whole update, the draining of work included.
 
     Raises:
         ConfigError: when torch.distributed is not initialised.
     """
 
-    def __init__(self, group: Sequence[int] | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(self, group: Sequence[int] | None = None, timeout_s: float = 3600.0) -> None:
         if not dist.is_initialized():
             hint = "call torch.distributed.init_process_group, or leave ranks out"
             found = "torch.distributed is not initialised"
@@ -94,14 +95,20 @@ class TrainerRanks:
             hint = "call update_weights of the Rollout, with ranks="
             raise ConfigError([Problem("ranks", "the first rank", "another one", hint)])
         opening: Opening = self.hear()
-        with reading(weights, opening.wanted) as source:
-            self.collect(Share(os.getpid(), source.manifest))
+        with contextlib.ExitStack() as stack:
+            mine: Share | Exception
+            try:
+                source = stack.enter_context(reading(weights, opening.wanted))
+                mine = Share(os.getpid(), source.manifest)
+            except Exception as exc:  # a wall: the others are to be told, whatever it is
+                mine = _tellable(exc, f"trainer rank {self.rank}")
+            self.collect(mine)
             plan: Plan = self.hear()
             written: Mapping[str, str] | Exception
             try:
                 written = plan.write.write(self.rank, source, plan.checksums)
             except Exception as exc:  # a wall: the others are to be told, whatever it is
-                written = RuntimeError(f"trainer rank {self.rank}: {type(exc).__name__}: {exc}")
+                written = _tellable(exc, f"trainer rank {self.rank}")
             self.collect(written)
             closing: int = self.hear()
         return closing
@@ -143,12 +150,19 @@ class Conductor:
             self._listening = False
 
     def shares(self, manifest: Manifest) -> list[Share]:
-        """Return what every rank has, this one first."""
+        """Return what every rank has, this one first.
+
+        Raises:
+            Exception: what the first rank raised whose weights cannot be read.
+        """
         mine = Share(os.getpid(), manifest)
         if self._ranks is None:
             return [mine]
-        shares = self._ranks.collect(mine)
+        shares: list[Any] = self._ranks.collect(mine)
         self._listening = True
+        for share in shares:
+            if isinstance(share, Exception):
+                raise share
         return shares
 
     def plan(self, plan: Plan) -> None:
@@ -177,7 +191,8 @@ class Conductor:
             return
         if not self._listening:
             self._ranks.collect(RuntimeError("the update has ended"))
-        self._ranks.tell(_tellable(outcome))
+        told = outcome if isinstance(outcome, int) else _tellable(outcome, "the first trainer rank")
+        self._ranks.tell(told)
 
 
 def assign(
@@ -203,8 +218,8 @@ def assign(
     return parts, duplicates(parts)
 
 
-def _tellable(outcome: int | BaseException) -> int | Exception:
-    """Return an outcome that any process can unpickle."""
-    if isinstance(outcome, int | ConfigError | WeightUpdateFailed):
-        return outcome
-    return RuntimeError(f"the first trainer rank: {type(outcome).__name__}: {outcome}")
+def _tellable(error: BaseException, who: str) -> Exception:
+    """Return an error that any process can unpickle."""
+    if isinstance(error, ConfigError | WeightUpdateFailed):
+        return error
+    return RuntimeError(f"{who}: {type(error).__name__}: {error}")

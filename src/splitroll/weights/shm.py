@@ -23,11 +23,7 @@ class ShmPlan:
 
     def write(self, rank: int, source: Source, checksums: Sequence[str]) -> Mapping[str, str]:
         with Segment.opened(self.address) as segment:
-            try:
-                return _write_share(segment, self.buckets, rank, source, checksums)
-            except BaseException:
-                segment.abandon()  # so that engines stop waiting for it
-                raise
+            return _write_share(segment, self.buckets, rank, source, checksums)
 
 
 class ShmOutbox:
@@ -71,6 +67,7 @@ class ShmTransport:
         self._timeout_s = timeout_s
         self._current: ShmOutbox | None = None
         self._spare: Segment | None = None
+        self._closed = False
 
     def begin(
         self,
@@ -91,6 +88,9 @@ class ShmTransport:
         return ShmOutbox(segment, buckets, self._timeout_s)
 
     def commit(self, outbox: ShmOutbox) -> None:
+        if self._closed:
+            outbox.segment.close()
+            return
         old, self._current = self._current, outbox
         self._keep_spare(old)
 
@@ -111,9 +111,13 @@ class ShmTransport:
         if self._spare is not None:
             self._spare.close()
         self._spare = self._current = None
+        self._closed = True
 
     def _keep_spare(self, outbox: ShmOutbox | None) -> None:
         if outbox is None:
+            return
+        if self._closed:
+            outbox.segment.close()
             return
         if self._spare is not None:
             self._spare.close()
@@ -140,7 +144,12 @@ def _write_share(
     source: Source,
     checksums: Sequence[str],
 ) -> dict[str, str]:
-    """Write what one rank owns, bucket by bucket, in the order of its tensors."""
+    """Write what one rank owns, bucket by bucket, in the order of its tensors.
+
+    What fails on one rank must not leave the others alone in a collective: it still takes part in
+    gathering the rest, and raises then.
+    """
+    failed: Exception | None = None
     wanted = set(checksums)
     sums = {}
     places = {
@@ -151,16 +160,23 @@ def _write_share(
     }
     missing = [len(bucket.specs) for bucket in buckets]
     for name, tensor in source.tensors.items():
-        if name not in places:
+        if failed or name not in places:
             source.take_part(name)
             continue
         index, spec, at = places[name]
-        whole = materialize(tensor)
-        segment.check_writable()
-        tensor_at(segment, spec, at).copy_(whole)
-        if name in wanted:
-            sums[name] = checksum(whole.to(getattr(torch, spec.dtype)))
+        try:
+            whole = materialize(tensor)
+            segment.check_writable()
+            tensor_at(segment, spec, at).copy_(whole)
+            if name in wanted:
+                sums[name] = checksum(whole.to(getattr(torch, spec.dtype)))
+        except Exception as exc:
+            failed = exc
+            segment.abandon()  # so that engines stop waiting for it
+            continue
         missing[index] -= 1
         if not missing[index]:
             segment.mark_written(index)
+    if failed:
+        raise failed
     return sums
