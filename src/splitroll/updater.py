@@ -13,8 +13,9 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -118,6 +119,17 @@ class _Trainer:
         """Run blocking work after all that was asked before, also if we are cancelled."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
+    @contextlib.asynccontextmanager
+    async def inside(self, context: AbstractContextManager[T]) -> AsyncGenerator[T, None]:
+        """Enter and leave a context in the thread; what was entered is left, also if cancelled."""
+        entering = asyncio.ensure_future(self.run(context.__enter__))
+        try:
+            yield await asyncio.shield(entering)
+        finally:
+            await asyncio.wait([entering])
+            if entering.exception() is None:
+                await self.run(context.__exit__, None, None, None)
+
     async def close(self, outcome: int | BaseException, limit_s: float) -> None:
         """Tell the other ranks how it ended."""
         try:
@@ -200,9 +212,7 @@ class Updater:
         try:
             wanted = self._manifest()
             await trainer.run(trainer.conductor.open, version, wanted)
-            reading = self._reading(weights, wanted, partial)
-            source = await trainer.run(reading.__enter__)
-            try:
+            async with trainer.inside(self._reading(weights, wanted, partial)) as source:
                 shares = await trainer.run(trainer.conductor.shares, source.manifest)
                 parts = self._parts(shares, wanted, partial)
                 transaction = self._begin(version, parts, shares, source, trainer)
@@ -210,8 +220,6 @@ class Updater:
                     update = await self._run(transaction)
                 finally:
                     await self._end_writing(transaction)
-            finally:
-                await trainer.run(reading.__exit__, None, None, None)
             nbytes = sum(spec.nbytes for part in parts for spec in part)
             return self._conclude(transaction, update, nbytes, begun_s)
         finally:

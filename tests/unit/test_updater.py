@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from splitroll.dispatch.dispatcher import GroupWork
 from splitroll.engines.simulated import LatencyModel
 from splitroll.errors import ConfigError, FleetFenced, GroupFailed, WeightUpdateFailed
 from splitroll.types import Group, Prompt, Role, Sample, SamplingParams
+from splitroll.weights.source import Source
 
 SLOW = LatencyModel(step_s=0.002, prefill_token_s=2e-5)
 MODES = ("drain", "abort", "keep")
@@ -635,6 +637,31 @@ async def test_a_trainer_that_fails_while_the_fleet_drains_does_not_wait_for_it(
             await system.updater.update(broken)
         assert asyncio.get_running_loop().time() - begun < 1
         assert {s.weight_version for s in samples(await collect(jobs))} == {0}
+
+
+async def test_an_adapter_is_taken_out_again_when_the_update_is_cancelled_while_it_is_merged(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def slow(given: Weights, wanted: object) -> Iterator[Source]:
+        events.append("merging")
+        time.sleep(0.2)
+        events.append("merged")
+        yield Source(given)
+        events.append("unmerged")
+
+    monkeypatch.setattr("splitroll.weights.source.reading", slow)
+    async with updating(checkpoint) as system:
+        update = asyncio.create_task(system.updater.update(weights(4)))
+        while not events:
+            await asyncio.sleep(0.01)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        assert events == ["merging", "merged", "unmerged"]
+        assert system.fleet.weight_version == 0
 
 
 async def test_closing_ends_an_update_that_is_under_way(checkpoint: Path) -> None:
