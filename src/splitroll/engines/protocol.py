@@ -246,7 +246,10 @@ class ControlPlane(Protocol):
 
     async def pause(self, *, abort: bool = False) -> None:
         """Return when nothing is computed any more. Requests are kept, new ones queued; with
-        `abort`, those that are here end with what they have, reason "abort"."""
+        `abort`, those that are here end with what they have, reason "abort".
+
+        Call it when no handle is pinned: vLLM waits until handles are pulled or their leases end.
+        """
         ...
 
     async def resume(self) -> None:
