@@ -103,14 +103,14 @@ class OfferedWeights(WeightTransferEngine):  # type: ignore[misc]
             self._load(((spec.name, tensor_at(segment, spec, at)) for spec, at in specs), offer)
 
     def finish_weight_update(self) -> None:
-        if self._tracks:
-            loader = DefaultModelLoader(LoadConfig())
-            # As for a quantised model: for others vLLM excuses all linear and embedding layers.
-            loader.track_weights_loading(self.model, set(self._loaded), quantized=True)
         untouched = [m for m in self.model.modules() if _is_untouched(m)]
         finalize_layerwise_reload(self.model, self.model_config)
         self._process_tied(untouched)
         self._dirty = False
+        if self._tracks:  # now that tied parameters are one again
+            loader = DefaultModelLoader(LoadConfig())
+            # As for a quantised model: for others vLLM excuses all linear and embedding layers.
+            loader.track_weights_loading(self.model, set(self._loaded), quantized=True)
         self.seconds = time.monotonic() - self._begun_s
 
     def shutdown(self) -> None:
