@@ -133,7 +133,7 @@ class Train(Section):
     """Questions of the task; they are gone through as often as the steps need."""
     out: str | None = None
     """The folder that the run is written to."""
-    steps: int = Field(16, ge=1)
+    steps: int = Field(12, ge=1)
     """Optimizer steps."""
     seed: int = Field(0, ge=0)
     """Of the task's questions, their order, and every sample."""
