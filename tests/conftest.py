@@ -24,7 +24,7 @@ from splitroll.errors import EngineDied
 from splitroll.fleet.fleet import Fleet
 from splitroll.handoff.legs import Handoff
 from splitroll.placement import Node, place
-from splitroll.rollout import Rollout, open_fleet
+from splitroll.rollout import Rollout, make_dispatcher, open_fleet
 from splitroll.updater import Updater
 from tiny_model import make_tiny_model
 
@@ -110,6 +110,8 @@ async def simulated(
             "limits.recovery_timeout_s=2.0",
             "disaggregation.handoff_timeout_s=1.0",
             "disaggregation.kv_lease_s=3",
+            "dispatch.policy=static",
+            "dispatch.roles=strict",
             *overrides,
         ]
     )
@@ -118,7 +120,7 @@ async def simulated(
     launcher.lease_s = config.disaggregation.kv_lease_s
     launcher.checkpoint = checkpoint
     async with open_fleet(config, specs, launcher) as (fleet, handoff):
-        dispatcher = Dispatcher(fleet, handoff, config.dispatch, config.limits)
+        dispatcher = make_dispatcher(config, fleet, handoff)
         updater = Updater(
             fleet,
             dispatcher,

@@ -190,6 +190,7 @@ class RayLauncher:
                 spec,
                 engine_id=engine_id(self.fleet_id, spec.name, generation),
                 lease_s=self._config.disaggregation.kv_lease_s,
+                elastic=self._config.dispatch.roles == "elastic",
             )
         arguments = engine_arguments(self._config, self._facts, spec, transfer)
         log_path = self.folder / f"{spec.name}-{generation}.log"

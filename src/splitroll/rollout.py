@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from splitroll.config import Config, load_checked
+from splitroll.config import Config, load_checked, load_config
 from splitroll.config.rules import max_model_len
-from splitroll.dispatch.dispatcher import Dispatcher, GroupWork
+from splitroll.dispatch.assembly import GroupWork
+from splitroll.dispatch.dispatcher import Dispatcher
+from splitroll.dispatch.observe import observed
 from splitroll.engines.protocol import Engine
 from splitroll.errors import FleetError, InvalidRequest, Problem
 from splitroll.fleet.fleet import Fleet, Launcher, Prover
@@ -90,11 +92,13 @@ class Rollout:
         fleet: Fleet,
         dispatcher: Dispatcher,
         updater: Updater,
+        handoff: Handoff,
     ) -> None:
         self.config = config
         self.facts = facts
         self.fleet = fleet
-        self._dispatcher = dispatcher
+        self.dispatcher = dispatcher
+        self._handoff = handoff
         self._updater = updater
         self._tokenizer = Tokenizer(facts.path)
         self._max_model_len = max_model_len(config, facts)
@@ -107,6 +111,7 @@ class Rollout:
         *,
         overrides: Sequence[str] = (),
         on_state: OnState = lambda fleet: None,
+        observe: bool = True,
     ) -> AsyncGenerator[Rollout, None]:
         """Start the engines, prove every prefill/decode pair, and close all at the end.
 
@@ -115,6 +120,7 @@ class Rollout:
                 model on one prefill and two decode engines on this machine.
             overrides: "dotted.path=value" strings.
             on_state: called when an engine's state changes, for progress displays.
+            observe: whether to learn what work costs on each engine, from now on.
 
         Raises:
             ConfigError: with all problems, before Ray or an engine starts.
@@ -134,7 +140,7 @@ class Rollout:
             eventful = False
             try:
                 async with open_fleet(config, specs, launcher, on_state) as (fleet, handoff):
-                    dispatcher = Dispatcher(fleet, handoff, config.dispatch, config.limits)
+                    dispatcher = make_dispatcher(config, fleet, handoff)
                     updater = Updater(
                         fleet,
                         dispatcher,
@@ -146,7 +152,11 @@ class Rollout:
                         elsewhere=[s.name for s in specs if s.node_id != nodes[0].id],
                     )
                     try:
-                        yield cls(config, facts, fleet, dispatcher, updater)
+                        async with contextlib.AsyncExitStack() as stack:
+                            if observe:
+                                watching = observed(fleet, dispatcher.allocator)
+                                await stack.enter_async_context(watching)
+                            yield cls(config, facts, fleet, dispatcher, updater, handoff)
                     finally:
                         await updater.close()
                         eventful = any(member.restarts for member in fleet.members.values())
@@ -226,6 +236,11 @@ class Rollout:
             vocab_size=self.facts.vocab_size,
         )
 
+    def another_dispatcher(self, policy: str) -> Dispatcher:
+        """Return a dispatcher over the same engines with another policy, for comparisons."""
+        config = load_config(self.config, [f"dispatch.policy={policy}"])
+        return make_dispatcher(config, self.fleet, self._handoff)
+
     @property
     def weight_version(self) -> int:
         """Of the weights that the fleet serves; 0 are those of the model's checkpoint."""
@@ -266,13 +281,13 @@ class Rollout:
             ProofError: a pair does not hand off KV.
             FleetFenced: a weight update failed.
         """
-        self._dispatcher.check_fence()
+        self.dispatcher.check_fence()
         await self.fleet.prove_all()
 
     async def activity(self) -> Activity:
         """Return what the fleet has done so far."""
         counters = await self.fleet.counters()
-        stats = self._dispatcher.stats
+        stats = self.dispatcher.stats
         return Activity(
             handoffs=stats.handoffs,
             kv_bytes=sum(done.kv_bytes for done in counters.values()),
@@ -293,7 +308,7 @@ class Rollout:
 
     async def _run(self, work: GroupWork, on_error: OnError) -> Group | FailedGroup:
         try:
-            return await self._dispatcher.run(work)
+            return await self.dispatcher.run(work)
         except Exception as exc:  # a wall: one group's fault must not end the others
             if on_error == "raise":
                 raise
@@ -413,9 +428,11 @@ async def open_fleet(
     # Nothing is left to clean up once the leases of all handles have ended.
     cleanup = Cleanup(limit_s=config.disaggregation.kv_lease_s + _CLEANUP_MARGIN_S)
     handoffs: list[Handoff] = []
+    elastic = is_elastic(config)
 
     def make_prover(fleet: Fleet) -> Prover:
-        handoffs.append(_make_handoff(config, cleanup, lambda: fleet.up(Role.DECODE)))
+        loaders = () if elastic else (Role.DECODE,)
+        handoffs.append(_make_handoff(config, cleanup, lambda: fleet.up(*loaders)))
 
         async def prove(prefills: Sequence[Engine], decodes: Sequence[Engine]) -> list[PairProof]:
             if not prefills or not decodes:
@@ -426,11 +443,24 @@ async def open_fleet(
 
         return prove
 
-    async with Fleet.open(specs, launcher, config.limits, make_prover, on_state) as fleet:
+    opening = Fleet.open(specs, launcher, config.limits, make_prover, on_state, elastic=elastic)
+    async with opening as fleet:
         try:
             yield fleet, handoffs[0]
         finally:
             await cleanup.close()
+
+
+def make_dispatcher(config: Config, fleet: Fleet, handoff: Handoff) -> Dispatcher:
+    """Return the dispatcher of a fleet."""
+    # A pause that keeps requests would meet handles of segments that have just ended.
+    moves = is_elastic(config) and config.weights.in_flight == "drain"
+    return Dispatcher(fleet, handoff, config.dispatch, config.limits, moves=moves)
+
+
+def is_elastic(config: Config) -> bool:
+    """Return whether any engine may hand KV to any other."""
+    return config.disaggregation.enabled and config.dispatch.roles == "elastic"
 
 
 def _make_handoff(

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from splitroll.dispatch.dispatcher import GroupWork
+from splitroll.dispatch.assembly import GroupWork
 from splitroll.errors import ConfigError, Problem
 from splitroll.types import Group
 

@@ -29,6 +29,8 @@ class RouteKind(enum.Enum):
     """It joined a leader on the same engine and reused the KV that the leader moved."""
     LOCAL = "local"
     """The engine that decoded it also computed its prompt's KV."""
+    MIGRATED = "migrated"
+    """Between two segments it moved to another engine, and its KV with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,11 +158,24 @@ def derive_seed(*parts: int | str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a sample was computed; `prefill` and `decode` are engine names."""
+    """Where a sample was computed; `prefill` and `decode` are engine names.
+
+    Attributes:
+        decode: where it began to decode; `moved_to`: where it went on after a segment, in order.
+        why: what the policy estimated when it chose: "policy"; "local_ms" and "handoff_ms", from
+            then until all known work is done, by the best route without and with a handoff.
+    """
 
     kind: RouteKind
     prefill: str
     decode: str
+    moved_to: tuple[str, ...] = ()
+    why: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def last(self) -> str:
+        """The engine that it ended on."""
+        return self.moved_to[-1] if self.moved_to else self.decode
 
 
 @dataclass(frozen=True, slots=True)

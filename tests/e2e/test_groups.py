@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from splitroll import Rollout, SamplingParams
-from splitroll.dispatch.dispatcher import GroupWork
+from splitroll.dispatch.assembly import GroupWork
 from splitroll.errors import InvalidRequest
 from splitroll.types import Group, Prompt
 

@@ -19,9 +19,12 @@ def arguments(*overrides: str, gpus: int = 0) -> dict[str, EngineArguments]:
     node = Node("n", "10.0.0.1", tuple(map(str, range(gpus))), (0, 1, 2, 3))
     backend = make_backend("nixl") if config.disaggregation.enabled else None
     lease_s = config.disaggregation.kv_lease_s
+    elastic = config.dispatch.roles == "elastic"
     found = {}
     for spec in place(config, [node]):
-        transfer = backend and backend.transfer(spec, engine_id=f"id-{spec.name}", lease_s=lease_s)
+        transfer = backend and backend.transfer(
+            spec, engine_id=f"id-{spec.name}", lease_s=lease_s, elastic=elastic
+        )
         found[spec.name] = engine_arguments(config, FACTS, spec, transfer)
     return found
 
@@ -80,10 +83,12 @@ def test_every_engine_has_its_own_connector_id_and_lets_the_binder_choose_the_po
 
 
 def test_roles_of_the_connector_follow_the_roles_of_the_engines() -> None:
-    found = arguments()
+    found = arguments("dispatch.roles=strict")
     roles = {name: one.vllm["kv_transfer_config"]["kv_role"] for name, one in found.items()}
     assert roles["prefill-0"] == "kv_producer"
     assert roles["decode-0"] == roles["decode-1"] == "kv_consumer"
+    elastic = arguments("dispatch.roles=elastic").values()
+    assert {one.vllm["kv_transfer_config"]["kv_role"] for one in elastic} == {"kv_both"}
 
 
 def test_a_colocated_engine_has_no_connector() -> None:

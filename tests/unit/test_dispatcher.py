@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conftest import SimulatedSystem, simulated
-from splitroll.dispatch.dispatcher import GroupWork
+from splitroll.dispatch.assembly import GroupWork
 from splitroll.engines.simulated import LatencyModel, SimulatedLauncher
 from splitroll.errors import GroupFailed, InvalidRequest
 from splitroll.types import Group, Prompt, Role, RouteKind, SamplingParams
@@ -147,9 +147,11 @@ async def test_a_group_that_no_route_completes_names_every_cause() -> None:
             system.launcher.faults[name].fail_decodes = 10
         with pytest.raises(GroupFailed) as caught:
             await system.dispatcher.run(work())
-        assert len(caught.value.causes) == 2
-        assert "simulated fault in prefill" in caught.value.causes[0]
-        assert "simulated fault in decode" in caught.value.causes[1]
+        first, *others = caught.value.causes
+        assert "simulated fault in prefill" in first
+        assert {"decode-0", "decode-1"} >= {cause.split(":")[0] for cause in others}
+        assert others
+        assert all("simulated fault in decode" in cause for cause in others)
         assert system.dispatcher.load == {}
 
 

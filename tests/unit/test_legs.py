@@ -248,7 +248,7 @@ async def test_the_end_of_every_request_is_told_once() -> None:
             handle,
             requests(4),
             weight_version=0,
-            on_end=lambda request: ended.append(request.request_id),
+            on_end=lambda request, output: ended.append(request.request_id),
         )
         assert sorted(ended) == ["r0", "r1", "r2", "r3"]
 

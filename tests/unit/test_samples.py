@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from splitroll.dispatch.dispatcher import GroupWork
+from splitroll.dispatch.assembly import GroupWork
 from splitroll.errors import ConfigError
 from splitroll.samples import SampleFile, run_fingerprint
 from splitroll.types import (

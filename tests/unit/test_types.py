@@ -90,7 +90,13 @@ def test_a_samples_line_has_these_fields() -> None:
         "id", "sample", "prompt_token_ids", "token_ids", "text", "logprobs", "finish_reason",
         "seed", "weight_version", "prefill_version", "weight_versions", "route", "timing",
     ]  # fmt: skip
-    assert row["route"] == {"kind": "shared", "prefill": "prefill-0", "decode": "decode-1"}
+    assert row["route"] == {
+        "kind": "shared",
+        "prefill": "prefill-0",
+        "decode": "decode-1",
+        "moved_to": [],
+        "why": {},
+    }
     assert set(row["timing"]) == {"queued_s", "prefill_s", "transfer_s", "decode_s"}
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from conftest import SimulatedSystem, simulated
-from splitroll.dispatch.dispatcher import GroupWork
+from splitroll.dispatch.assembly import GroupWork
 from splitroll.engines.simulated import LatencyModel
 from splitroll.errors import ConfigError, FleetFenced, GroupFailed, WeightUpdateFailed
 from splitroll.types import Group, Prompt, Role, Sample, SamplingParams

@@ -63,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     config = commands.add_parser("config", help="check and print the resolved configuration")
     _add_config(config)
-    _add_bench(commands.add_parser("bench", help="compare a split with a colocated fleet"))
+    _add_bench(
+        commands.add_parser("bench", help="compare policies, and vllm-router, on the same work")
+    )
     _add_train(commands.add_parser("train", help="train a model on a task with TRL's GRPO"))
     weights = commands.add_parser("bench-weights", help="time weight updates against their bounds")
     _add_config(weights)
@@ -124,11 +126,18 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
+    parser.add_argument(
+        "--workload", action="append", default=[], metavar="NAME", help="may be repeated (all)"
+    )
+    parser.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an alternative: a policy, or router-...; may be repeated (all)",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="of each alternative (%(default)s)")
-    parser.add_argument("--groups", type=int, default=8, help="(%(default)s)")
-    parser.add_argument("--n", type=int, default=8, help="samples per group (%(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, default=512, help="(%(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="(%(default)s)")
+    parser.add_argument("--out", metavar="DIR", help="write the results and charts there")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 

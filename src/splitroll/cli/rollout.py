@@ -18,7 +18,7 @@ from splitroll.cli import DEFAULT_NUM, EXIT_FAILED
 from splitroll.cli.display import Display, summary_tables, timed
 from splitroll.config import Config, collecting, examine
 from splitroll.config.rules import max_model_len
-from splitroll.dispatch.dispatcher import GroupWork
+from splitroll.dispatch.assembly import GroupWork
 from splitroll.errors import ConfigError, Problem
 from splitroll.placement import check_devices
 from splitroll.prompts import PromptLike, Tokenizer, read_prompt_file

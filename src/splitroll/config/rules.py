@@ -215,7 +215,7 @@ def _group_problems(config: Config) -> Iterator[Problem]:
         if config.disaggregation.enabled
         else config.colocated.replicas
     )
-    if config.dispatch.decode_engines_per_group > replicas:
+    if (config.dispatch.decode_engines_per_group or 1) > replicas:
         yield Problem(
             "dispatch.decode_engines_per_group",
             str(config.dispatch.decode_engines_per_group),

@@ -50,9 +50,20 @@ class Colocated(RoleEngines):
 class Dispatch(Section):
     """Which engine gets which work."""
 
-    policy: Literal["least_loaded", "round_robin"] = "least_loaded"
-    decode_engines_per_group: int = Field(1, ge=1)
-    """Over how many decode engines a group's samples are spread; one KV transfer for each."""
+    policy: Literal["adaptive", "static", "colocated", "least_loaded", "round_robin"] = "adaptive"
+    """adaptive: wherever the work finishes soonest by measured cost. static: always split, on the
+    engines of each role that have the least to do. colocated: never hand off. least_loaded,
+    round_robin: always split, by tokens in flight, or in turn."""
+    roles: Literal["elastic", "strict"] = "elastic"
+    """elastic: any engine may prefill, decode, hand KV out and load it; roles are preferences.
+    strict: prefill engines prefill, decode engines decode, as far as both are up."""
+    segment_tokens: int | None = Field(256, ge=16)
+    """Long samples are generated in segments of as many tokens; between two, a sample may move to
+    another engine with its KV. Null generates every sample in one go. Sampled tokens depend on it,
+    for a seeded generator begins anew in every segment."""
+    decode_engines_per_group: int | None = Field(None, ge=1)
+    """Over how many decode engines a group's samples are spread; one KV transfer, or one more
+    prefill, for each. Null: one, but for `adaptive`, which spreads a group where that pays."""
     split_attempts: int = Field(2, ge=1)
     """How often a group is tried with a handoff before it is tried locally."""
     local_attempts: int = Field(2, ge=1)

@@ -1,9 +1,9 @@
-"""Carries groups through the fleet: accepted, prefilled, handed off, decoded, complete.
+"""Carries groups through the fleet: accepted, routed, prefilled, handed off, decoded, complete.
 
 Invariants:
 - every accepted group leaves exactly once: complete, or with an error that names each cause;
 - a failed leg is tried again as a whole, new prefill and new handle, on other engines; then
-  without a handoff; samples that completed meanwhile are kept, since a retry would repeat them;
+  without a handoff; samples that completed meanwhile are kept, and so are finished segments;
 - load counts from the moment work is given to an engine until it truly ends;
 - while a weight update is under way no attempt begins, and one whose KV is still between two
   engines can be interrupted: it is repeated afterwards, and does not count as failed.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 import math
@@ -21,12 +20,23 @@ import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from splitroll.config.schema import Dispatch, Limits
+from splitroll.dispatch.allocator import Allocator, Piece
+from splitroll.dispatch.assembly import (
+    GroupWork,
+    Leg,
+    Segment,
+    assemble,
+    is_cut,
+    next_segment,
+)
+from splitroll.dispatch.books import DecodeTicket
 from splitroll.dispatch.gate import Turnstile, WeightedGate
-from splitroll.dispatch.policy import POLICIES, EngineView, Snapshot, Work, share
+from splitroll.dispatch.policy import Part, Why, share
+from splitroll.dispatch.prefix import block_hashes
 from splitroll.engines.protocol import DecodeOutput, DecodeRequest, Engine
 from splitroll.errors import (
     EngineDied,
@@ -39,19 +49,8 @@ from splitroll.errors import (
 )
 from splitroll.fleet.fleet import Fleet
 from splitroll.handoff.handle import KvHandle
-from splitroll.handoff.legs import DecodeResult, Handoff
-from splitroll.types import (
-    Group,
-    Prompt,
-    Role,
-    Route,
-    RouteKind,
-    Sample,
-    SamplingParams,
-    Timing,
-    VersionSpan,
-    derive_seed,
-)
+from splitroll.handoff.legs import NOTHING_YET, DecodeResult, Handoff
+from splitroll.types import Group, Prompt, Role, RouteKind, Sample
 
 log = logging.getLogger(__name__)
 
@@ -64,45 +63,55 @@ _KV_SHARE = 0.9
 
 
 _POLL_S = 0.005
+_STOP_POLL_S = 0.05
+_HEAD_START_S = 60.0
 _FENCE_POLL_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class GroupWork:
-    """One group to generate: `seed` is the group's, each sample's is derived from it."""
-
-    prompt: Prompt
-    n: int
-    sampling: SamplingParams
-    seed: int
-    begun: Mapping[int, Sample] = field(default_factory=dict)
-    """Samples by index that a weight update ended early, to be continued; or complete."""
 
 
 @dataclass(slots=True)
 class DispatchStats:
-    """What was dispatched, by engine name where it is a Counter."""
+    """What was dispatched, by engine name where it is a Counter.
+
+    Attributes:
+        routes: samples by the route that completed them; see `RouteKind`.
+        moves: of samples to another engine, between two segments.
+        saved_s: estimated seconds by which the chosen routes were to end sooner than the best ones
+            without a handoff; negative where a policy hands off in spite of them.
+    """
 
     prefills: Counter[str] = field(default_factory=Counter)
     decodes: Counter[str] = field(default_factory=Counter)
+    routes: Counter[str] = field(default_factory=Counter)
     handoffs: int = 0
+    moves: int = 0
+    saved_s: float = 0.0
     retries: int = 0
     recomputed_tokens: int = 0
 
 
 @dataclass(slots=True)
 class _Progress:
-    """What one group has so far."""
+    """What one group has so far.
+
+    Attributes:
+        begun: samples that are to go on: given so, or after a segment.
+        running: requests that engines have now.
+        ending: its caller wants what there is, and no more.
+    """
 
     work: GroupWork
+    piece: Piece
     accepted_s: float
     weight_version: int
+    begun: dict[int, Sample] = field(default_factory=dict)
     done: dict[int, Sample] = field(default_factory=dict)
+    running: dict[str, Engine] = field(default_factory=dict)
     causes: list[str] = field(default_factory=list)
     avoid: set[str] = field(default_factory=set)
     refused: InvalidRequest | None = None
     engine_died: bool = False
     interrupted: bool = False
+    ending: bool = False
     recomputed_tokens: int = 0
 
     @property
@@ -110,31 +119,54 @@ class _Progress:
         return [i for i in range(self.work.n) if i not in self.done]
 
 
+class _Places:
+    """The load of some samples of a piece on one engine, each taken off once."""
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        clock: Callable[[], float],
+        piece: Piece,
+        engine: int,
+        indices: Sequence[int],
+    ) -> None:
+        self._allocator = allocator
+        self._clock = clock
+        self.piece = piece
+        self.indices = tuple(indices)
+        self._tickets: dict[int, DecodeTicket] = {}
+        self.take(engine)
+
+    def release(self, index: int) -> None:
+        self._allocator.books.end_decode(self._tickets[index], self._clock())
+
+    def take(self, engine: int) -> None:
+        """Count the load of all samples on an engine."""
+        self.engine = engine
+        now = self._clock()
+        self._tickets = {
+            index: self._allocator.begin_decode(engine, self.piece, now) for index in self.indices
+        }
+
+    def close(self) -> None:
+        for index in self._tickets:
+            self.release(index)
+
+
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """The samples of a group that one decode engine serves in one attempt.
+class _Source:
+    """Where the KV of a decode leg comes from.
 
     Attributes:
-        release: by sample index; takes the sample's load off the engine, once.
+        handle: None computes the prompt on the decode engine, as far as it is not in its cache.
+        kind: of the samples' routes; siblings of a leader are shared.
     """
 
-    engine: Engine
-    release: Mapping[int, Callable[[], None]]
-
-    @property
-    def indices(self) -> tuple[int, ...]:
-        return tuple(self.release)
-
-
-@dataclass(frozen=True, slots=True)
-class _Leg:
-    """How the decode leg of a part ended; `requests` by sample index, the leader's first."""
-
-    engine: Engine
     handle: KvHandle | None
+    kind: RouteKind
     started_s: float
-    requests: Mapping[int, DecodeRequest]
-    result: DecodeResult
+    why: Mapping[str, Any]
+    crossing: _Crossing | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -146,7 +178,11 @@ class _Crossing:
 
 
 class Dispatcher:
-    """See the module's docstring. Owns no engine and no task beyond its callers'."""
+    """See the module's docstring. Owns no engine and no task beyond its callers'.
+
+    Args:
+        moves: whether samples may move between engines, with their KV, after a segment.
+    """
 
     def __init__(
         self,
@@ -154,18 +190,22 @@ class Dispatcher:
         handoff: Handoff,
         settings: Dispatch,
         limits: Limits,
+        *,
+        moves: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats = DispatchStats()
+        self.allocator = Allocator(
+            settings.policy,
+            elastic=settings.roles == "elastic",
+            spread=settings.decode_engines_per_group,
+        )
         self._fleet = fleet
         self._handoff = handoff
         self._settings = settings
         self._limits = limits
         self._clock = clock
-        self._policy = POLICIES[settings.policy]()
-        self._tokens: Counter[str] = Counter()
-        self._sequences: Counter[str] = Counter()
-        self._turns: Counter[str] = Counter()
+        self._moves = moves and settings.policy == "adaptive" and settings.roles == "elastic"
         self._ids = itertools.count()
         self._id_prefix = os.urandom(4).hex()
         self._kv_budgets: dict[str, WeightedGate] = {}
@@ -173,6 +213,7 @@ class Dispatcher:
         self._decode_kv = WeightedGate(0)
         self._turnstile = Turnstile()
         self._crossings: set[_Crossing] = set()
+        self._prefixes_of = fleet.weight_version
         self._partial_ok = False
         """An update has ended samples early; such may still come in when it is over."""
         self._ending_early = False
@@ -231,37 +272,98 @@ class Dispatcher:
         self._ending_early = False
         self._fence = cause
 
-    async def run(self, work: GroupWork) -> Group:
+    async def run(self, work: GroupWork, stop: asyncio.Event | None = None) -> Group:
         """Generate one group.
+
+        Args:
+            stop: when it is set, the group is returned as far as it is, samples that have not ended
+                with the reason "abort".
 
         Raises:
             GroupFailed: when no route completed it.
             InvalidRequest: when an engine refused the request itself.
             FleetFenced: a weight update failed, and none succeeded in time.
         """
-        version = self._fleet.weight_version
-        progress = _Progress(work, self._clock(), version, done=_complete_ones(work))
-        async with self._seats.hold(work.n), self._decode_kv.hold(self._decode_blocks(work)):
-            for number, attempt in enumerate(self._attempts(progress)):
-                self.stats.retries += number > 0
-                progress.engine_died = False
-                await self._try(attempt, progress)
-                if progress.refused is not None:
-                    raise _naming(work.prompt, progress.refused)
-                if not progress.missing:
-                    break
+        progress = self._accept(work)
+        try:
+            if stop is None:
+                await self._complete(progress)
+            else:
+                await self._complete_or_stop(progress, stop)
+        finally:
+            self.allocator.withdraw(progress.piece)
+        if progress.ending:
+            for index in progress.missing:
+                progress.done[index] = _ended_early(progress, index)
         if progress.missing:
-            raise GroupFailed(work.prompt.id, progress.causes or ["no engine is up"])
+            causes = list(dict.fromkeys(progress.causes)) or ["no engine is up"]
+            raise GroupFailed(work.prompt.id, causes)
         return Group(
             prompt=work.prompt,
             samples=tuple(progress.done[i] for i in range(work.n)),
             recomputed_tokens=progress.recomputed_tokens,
         )
 
+    def _accept(self, work: GroupWork) -> _Progress:
+        """Note what is to be done, so that whatever is placed meanwhile reckons with it."""
+        done: dict[int, Sample] = {}
+        begun: dict[int, Sample] = {}
+        for index, sample in work.begun.items():
+            (begun if sample.finish_reason == "abort" else done)[index] = sample
+        piece = self._piece(work, work.n - len(done), work.prompt.token_ids)
+        version = self._fleet.weight_version
+        return _Progress(work, piece, self._clock(), version, begun=begun, done=done)
+
+    def _piece(self, work: GroupWork, samples: int, token_ids: Sequence[int]) -> Piece:
+        age = len(token_ids) - len(work.prompt.token_ids)
+        key = work.episode_id or hash(work.prompt.token_ids)
+        max_tokens = work.sampling.max_tokens - age
+        return self.allocator.accept(key, token_ids, samples, max_tokens, age=age)
+
+    async def _complete(self, progress: _Progress) -> None:
+        """Try until all samples are there, or nothing is left to try."""
+        await asyncio.sleep(0)  # whatever was asked for together is known together
+        work, piece = progress.work, progress.piece
+        # A longer group is let in as if it had come earlier by the time that it is longer.
+        key = progress.accepted_s - min(_HEAD_START_S, self.allocator.alone_s(piece))
+        async with (
+            self._seats.hold(work.n, key),
+            self._decode_kv.hold(self._decode_blocks(work), key),
+        ):
+            for number, attempt in enumerate(self._attempts(progress)):
+                self.stats.retries += number > 0
+                progress.engine_died = False
+                await self._try(attempt, progress)
+                if progress.refused is not None:
+                    raise _naming(work.prompt, progress.refused)
+                if not progress.missing or progress.ending:
+                    break
+
+    async def _complete_or_stop(self, progress: _Progress, stop: asyncio.Event) -> None:
+        completing = asyncio.ensure_future(self._complete(progress))
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait([completing, stopping], return_when=asyncio.FIRST_COMPLETED)
+            while not completing.done():
+                progress.ending = True
+                if not progress.running:
+                    completing.cancel()  # it waits, or KV is on its way: nothing has begun
+                for engine in set(progress.running.values()):
+                    mine = [i for i, where in progress.running.items() if where is engine]
+                    with contextlib.suppress(EngineDied):
+                        await engine.abort(mine)
+                await asyncio.wait([completing], timeout=_STOP_POLL_S)
+            if not completing.cancelled():
+                completing.result()
+        finally:
+            completing.cancel()
+            stopping.cancel()
+            await asyncio.gather(completing, stopping, return_exceptions=True)
+
     @property
     def load(self) -> dict[str, int]:
         """Tokens in flight by engine; empty when nothing is in flight."""
-        return {name: tokens for name, tokens in self._tokens.items() if tokens}
+        return self.allocator.books.load
 
     async def _try(
         self, attempt: Callable[[_Progress], Awaitable[None]], progress: _Progress
@@ -290,53 +392,176 @@ class Dispatcher:
     def _attempts(
         self, progress: _Progress
     ) -> Generator[Callable[[_Progress], Awaitable[None]], None, None]:
-        """Yield what to try next: split, then local; then, as long as it is engines that die, local
-        again within the time that they have to come back."""
-        if progress.work.begun:
-            yield self._continue  # each sample has a prompt of its own by now
-        for _ in range(0 if progress.work.begun else self._settings.split_attempts):
-            if self._fleet.ready(Role.PREFILL) and self._fleet.ready(*_DECODERS):
-                yield self._split
+        """Yield what to try next: the policy's route, then local; then, as long as it is engines
+        that die, local again within the time that they have to come back."""
+        for _ in range(self._settings.split_attempts):
+            if self._fleet.ready():
+                yield self._routed
         for _ in range(self._settings.local_attempts):
             yield self._local
         end_s = self._clock() + self._limits.recovery_timeout_s
         while progress.engine_died and self._clock() < end_s:
             yield self._local
 
-    async def _split(self, progress: _Progress) -> None:
-        """One attempt with handoffs: a prefill leg and a handle for each decode engine."""
-        prefill = self._choose_prefill(progress)
+    async def _routed(self, progress: _Progress) -> None:
+        """One attempt as the policy has it."""
+        await self._generate(progress, local=False)
+
+    async def _local(self, progress: _Progress) -> None:
+        """One attempt without a handoff."""
+        if await self._any_engine(progress):
+            await self._generate(progress, local=True)
+
+    async def _generate(self, progress: _Progress, *, local: bool) -> None:
+        """Place all that is missing, and carry it to its end, or to what stops it."""
+        fresh = [i for i in progress.missing if i not in progress.begun]
+        async with asyncio.TaskGroup() as tasks:
+            for index in progress.missing:
+                if index not in fresh:
+                    tasks.create_task(self._go_on(index, progress, local=local))
+            if not fresh:
+                return
+            self._track_weights()
+            route = self.allocator.decide(
+                progress.piece,
+                self._clock(),
+                samples=len(fresh),
+                avoid=self._mask(progress.avoid),
+                local=local,
+            )
+            if route is None:
+                progress.causes.append("no engine is up")
+                return
+            why = self._explain(route.why, route.parts[0])
+            for part, indices in zip(
+                route.parts, _dealt(fresh, [part.samples for part in route.parts]), strict=True
+            ):
+                # The load counts from now, before any task has begun.
+                places = self._places(progress.piece, part.decode, indices)
+                carried = self._carry(part, places, progress, why, alone=len(route.parts) == 1)
+                tasks.create_task(_closing(carried, places))
+
+    async def _carry(
+        self,
+        part: Part,
+        places: _Places,
+        progress: _Progress,
+        why: Mapping[str, Any],
+        *,
+        alone: bool,
+    ) -> None:
+        """Take one part of a route to its end."""
+        started_s = self._clock()
+        if part.is_local:
+            await self._decode(places, _Source(None, RouteKind.LOCAL, started_s, why), progress)
+            return
+        prefill = self._engine(part.prefill)
         if prefill is None:
             progress.causes.append("no prefill engine is up")
             return
         with self._crossing(progress) as crossing:
-            started_s = self._clock()
-            handle = await self._prefill(prefill, progress)
-            if handle is None:
-                return
-            # The decode engines are chosen now, not before the prefill.
-            try:
-                with self._choose_decodes(progress) as parts:
-                    if not parts:
-                        progress.causes.append("no decode engine is up")
-                        return
-                    async with asyncio.TaskGroup() as tasks:
-                        for part in parts[1:]:
-                            tasks.create_task(self._split_part(prefill, part, progress))
-                        await self._decode(parts[0], handle, started_s, progress, crossing)
-            finally:
-                if not handle.taken:  # also when we are cancelled before the decode leg begins
-                    self._handoff.give_back(handle)
-
-    async def _split_part(self, prefill: Engine, part: _Part, progress: _Progress) -> None:
-        """A further decode engine of the same group: its own prefill leg, a prefix hit."""
-        with self._crossing(progress) as crossing:
-            started_s = self._clock()
             handle = await self._prefill(prefill, progress)
             if handle is None:
                 return
             # No await since it was returned.
-            await self._decode(part, handle, started_s, progress, crossing)
+            if alone and self.allocator.policy.chooses_late:
+                self._choose_again(part, places, progress)
+            await self._hand_over(
+                handle, places, RouteKind.SPLIT, started_s, why, progress, crossing
+            )
+
+    def _choose_again(self, part: Part, places: _Places, progress: _Progress) -> None:
+        """Choose the decode engine now that the KV is there: the fleet has gone on meanwhile."""
+        places.close()
+        route = self.allocator.decide(
+            progress.piece,
+            self._clock(),
+            samples=len(places.indices),
+            held_by=part.prefill,
+            avoid=self._mask(progress.avoid),
+        )
+        chosen = route is not None and len(route.parts) == 1
+        places.take(route.parts[0].decode if route is not None and chosen else places.engine)
+
+    async def _hand_over(
+        self,
+        handle: KvHandle,
+        places: _Places,
+        kind: RouteKind,
+        started_s: float,
+        why: Mapping[str, Any],
+        progress: _Progress,
+        crossing: _Crossing,
+    ) -> None:
+        """Decode from a handle: where its KV is, without moving it, or elsewhere."""
+        try:
+            if self.allocator.books.name(places.engine) == handle.prefill_engine:
+                self._handoff.give_back(handle)
+                self._crossings.discard(crossing)
+                source = _Source(None, RouteKind.LOCAL, started_s, why)
+            else:
+                source = _Source(handle, kind, started_s, why, crossing)
+            await self._decode(places, source, progress)
+        finally:
+            if not handle.taken:  # also when we are cancelled before the decode leg begins
+                self._handoff.give_back(handle)
+
+    async def _go_on(
+        self, index: int, progress: _Progress, *, local: bool = False, at: _Cut | None = None
+    ) -> None:
+        """Go on with a sample of which a part is there.
+
+        Args:
+            at: where its last segment has just ended.
+        """
+        begun = progress.begun[index]
+        started_s = self._clock()
+        piece = self._piece(progress.work, 1, progress.work.prompt.token_ids + begun.token_ids)
+        try:
+            with self._crossing(progress) as crossing:
+                handle = self._adopt(at, begun)
+                if handle is None and at is not None and not self._moves:
+                    engine = self.allocator.books.number(at.engine.info.name)
+                    self.allocator.withdraw(piece)
+                    part = Part(engine, engine, 1)
+                else:
+                    held_by = -1
+                    if handle is not None:
+                        held_by = self.allocator.books.number(handle.prefill_engine)
+                    route = self.allocator.decide(
+                        piece,
+                        started_s,
+                        held_by=held_by,
+                        avoid=self._mask(progress.avoid),
+                        local=local or handle is None,
+                    )
+                    if route is None:
+                        progress.causes.append("no engine is up")
+                        return
+                    part = route.parts[0]
+                places = self._places(piece, part.decode, [index])
+                with contextlib.closing(places):
+                    if handle is None:
+                        self._crossings.discard(crossing)
+                        source = _Source(None, RouteKind.LOCAL, started_s, begun.route.why)
+                        await self._decode(places, source, progress)
+                    else:
+                        await self._hand_over(
+                            handle,
+                            places,
+                            RouteKind.MIGRATED,
+                            started_s,
+                            begun.route.why,
+                            progress,
+                            crossing,
+                        )
+        finally:
+            self.allocator.withdraw(piece)
+
+    def _adopt(self, at: _Cut | None, begun: Sample) -> KvHandle | None:
+        if at is None or at.output.kv is None:
+            return None
+        return self._handoff.adopt(at.engine, at.output.kv, begun.weight_version)
 
     @contextlib.contextmanager
     def _crossing(self, progress: _Progress) -> Generator[_Crossing, None, None]:
@@ -354,29 +579,6 @@ class Dispatcher:
         finally:
             self._crossings.discard(crossing)
 
-    async def _local(self, progress: _Progress) -> None:
-        """One attempt without a handoff; on a prefill engine only when no decode engine is up."""
-        if progress.work.begun:
-            await self._continue(progress)
-            return
-        if not await self._any_engine(progress):
-            return
-        with self._choose_decodes(progress, any_role=True) as parts:
-            async with asyncio.TaskGroup() as tasks:
-                for part in parts:
-                    tasks.create_task(self._decode(part, None, self._clock(), progress))
-
-    async def _continue(self, progress: _Progress) -> None:
-        """Continue samples that were ended early, each from its own prompt and tokens."""
-        if not await self._any_engine(progress):
-            return
-        with self._choose_decodes(progress, any_role=True, count=len(progress.missing)) as parts:
-            async with asyncio.TaskGroup() as tasks:
-                for part in parts:
-                    for index in part.indices:
-                        own = _Part(part.engine, {index: part.release[index]})
-                        tasks.create_task(self._decode(own, None, self._clock(), progress))
-
     async def _any_engine(self, progress: _Progress) -> bool:
         """Wait until any engine serves; False, and noted, when none does in time."""
         limit_s = self._limits.recovery_timeout_s
@@ -390,8 +592,9 @@ class Dispatcher:
         token_ids = progress.work.prompt.token_ids
         name, blocks = engine.info.name, math.ceil(len(token_ids) / engine.info.block_size)
         budget = self._kv_budget(engine)
-        with contextlib.ExitStack() as held:
-            held.callback(self._load(name, len(token_ids), sequences=0))
+        books = self.allocator.books
+        ticket = self.allocator.begin_prefill(books.number(name), progress.piece, self._clock())
+        try:
             await budget.acquire(blocks)
             try:
                 handle = await self._handoff.prefill(engine, self._new_id(), token_ids)
@@ -401,54 +604,164 @@ class Dispatcher:
                     raise
                 self._note_error(exc, engine, progress)
                 return None
+        finally:
+            books.end_prefill(ticket, self._clock())
         handle.when_settled(lambda: budget.release(blocks))
         self.stats.prefills[name] += 1
         return handle
 
-    async def _decode(
-        self,
-        part: _Part,
-        handle: KvHandle | None,
-        started_s: float,
-        progress: _Progress,
-        crossing: _Crossing | None = None,
-    ) -> None:
-        requests = {i: self._request(progress.work, i) for i in part.indices}
-        release = {request.request_id: part.release[i] for i, request in requests.items()}
-        result = await self._handoff.decode(
-            part.engine,
-            handle,
-            list(requests.values()),
-            weight_version=self._fleet.weight_version,
-            on_end=lambda request: release[request.request_id](),
-            on_kv=lambda: self._crossings.discard(crossing) if crossing else None,
-            ending_early=lambda: self._ending_early,
-        )
-        self._collect(_Leg(part.engine, handle, started_s, requests, result), progress)
+    async def _decode(self, places: _Places, source: _Source, progress: _Progress) -> None:
+        """Run the decode leg of some samples, and go on with those that end at a segment's end."""
+        engine = self._engine(places.engine)
+        if engine is None:
+            progress.causes.append("no decode engine is up")
+            return
+        number, name, piece = places.engine, engine.info.name, places.piece
+        segments = {i: self._segment(progress, i) for i in places.indices}
+        requests = {i: self._request(segment) for i, segment in segments.items()}
+        indices = {request.request_id: i for i, request in requests.items()}
+        leader = next(iter(requests.values())).request_id
+        result = DecodeResult()
+        ticket = None
+        if source.handle is None:
+            ticket = self.allocator.begin_prefill(number, piece, self._clock())
+        self.allocator.note_prompt(number, piece)
+        progress.running |= dict.fromkeys(indices, engine)
 
-    def _collect(self, leg: _Leg, progress: _Progress) -> None:
-        name, result = leg.engine.info.name, leg.result
+        def arrived() -> None:
+            if ticket is not None:
+                self.allocator.books.end_prefill(ticket, self._clock())
+            if source.crossing is not None:
+                self._crossings.discard(source.crossing)
+
+        async with asyncio.TaskGroup() as tasks:
+
+            def ended(request: DecodeRequest, output: DecodeOutput | None) -> None:
+                index = indices[request.request_id]
+                places.release(index)
+                progress.running.pop(request.request_id, None)
+                if output is None:
+                    return
+                leg = self._leg(name, source, request, leader, result, progress)
+                if self._note_output(index, output, segments[index], leg, engine, progress, piece):
+                    at = _Cut(engine, output)
+                    tasks.create_task(self._go_on(index, progress, at=at))
+
+            try:
+                await self._handoff.decode(
+                    engine,
+                    source.handle,
+                    list(requests.values()),
+                    weight_version=self._fleet.weight_version,
+                    result=result,
+                    on_end=ended,
+                    on_kv=arrived,
+                    ending_early=lambda: self._ending_early or progress.ending,
+                )
+            finally:
+                arrived()
+            self._note_result(result, source, engine, progress)
+            self._learn(result, source, number, leader, requests, progress)
+
+    def _leg(
+        self,
+        name: str,
+        source: _Source,
+        request: DecodeRequest,
+        leader: str,
+        result: DecodeResult,
+        progress: _Progress,
+    ) -> Leg:
+        kind, handle, waited_s = source.kind, source.handle, 0.0
+        if request.request_id != leader and handle is not None:
+            kind = RouteKind.SHARED
+            waited_s = result.waited_s.get(leader, 0.0)
+        return Leg(
+            kind=kind,
+            prefill=name if handle is None else handle.prefill_engine,
+            decode=name,
+            prefill_s=0.0 if handle is None else handle.elapsed_s,
+            started_s=source.started_s,
+            accepted_s=progress.accepted_s,
+            leader_waited_s=waited_s,
+            weight_version=progress.weight_version,
+            why=source.why,
+        )
+
+    def _note_output(
+        self,
+        index: int,
+        output: DecodeOutput,
+        segment: Segment,
+        leg: Leg,
+        engine: Engine,
+        progress: _Progress,
+        piece: Piece,
+    ) -> bool:
+        """Keep what an engine returned; True when the sample goes on."""
+        early = output.finish_reason == "abort"
+        if early and not (self._partial_ok or progress.ending):
+            self._note_error(LegError(leg.decode, "it aborted a sample"), engine, progress)
+            return False
+        begun = progress.begun.get(index)
+        if begun is not None and leg.kind is RouteKind.MIGRATED:
+            self.stats.moves += 1
+        sample = assemble(progress.work, index, leg, output, begun)
+        if is_cut(segment, output):
+            progress.begun[index] = sample
+            if not (self._ending_early or progress.ending):
+                return True
+            if output.kv is not None:
+                self._handoff.give_back(
+                    self._handoff.adopt(engine, output.kv, sample.weight_version)
+                )
+            sample = replace(sample, finish_reason="abort")
+        progress.done[index] = sample
+        self.stats.decodes[leg.decode] += 1
+        self.stats.routes[sample.route.kind.value] += 1
+        if not early:
+            blocks = block_hashes(
+                sample.prompt_token_ids + sample.token_ids[:-1], engine.info.block_size
+            )
+            number = self.allocator.books.number(leg.decode)
+            self.allocator.note_sample(number, progress.piece, len(sample.token_ids), blocks)
+        return False
+
+    def _note_result(
+        self, result: DecodeResult, source: _Source, engine: Engine, progress: _Progress
+    ) -> None:
         self.stats.handoffs += result.handed_off
         progress.recomputed_tokens += result.recomputed_tokens
         self.stats.recomputed_tokens += result.recomputed_tokens
         if result.recomputed_tokens:
             log.warning(
                 "%s computed %d prompt tokens again that %s had handed off",
-                name,
+                engine.info.name,
                 result.recomputed_tokens,
-                leg.handle and leg.handle.prefill_engine,
+                source.handle and source.handle.prefill_engine,
             )
-        for index, request in leg.requests.items():
-            output = result.outputs.get(request.request_id)
-            if output is None:
-                continue
-            if output.finish_reason == "abort" and not self._partial_ok:
-                self._note_error(LegError(name, "it aborted a sample"), leg.engine, progress)
-                continue
-            progress.done[index] = _sample(leg, index, output, progress)
-            self.stats.decodes[name] += 1
         for error in result.errors:
-            self._note_error(error, leg.engine, progress)
+            self._note_error(error, engine, progress)
+
+    def _learn(
+        self,
+        result: DecodeResult,
+        source: _Source,
+        number: int,
+        leader: str,
+        requests: Mapping[int, DecodeRequest],
+        progress: _Progress,
+    ) -> None:
+        """Tell the allocator what the leader's answer says of caches and transfers."""
+        output = result.outputs.get(leader)
+        if output is None or not output.token_ids:
+            return
+        if source.handle is None:
+            self.allocator.note_cached(number, progress.piece, output.cached_tokens)
+        elif result.handed_off:
+            prefill = self.allocator.books.number(source.handle.prefill_engine)
+            tokens = len(next(iter(requests.values())).token_ids)
+            self.allocator.observe_transfer(prefill, number, tokens, output.wait_s)
 
     def _note_error(self, error: SplitrollError, engine: Engine, progress: _Progress) -> None:
         """Remember why an attempt failed; a fault of the request itself ends the group."""
@@ -460,70 +773,42 @@ class Dispatcher:
         progress.avoid.add(engine.info.name)
         progress.causes.append(str(error))
 
-    def _choose_prefill(self, progress: _Progress) -> Engine | None:
-        work = Work(len(progress.work.prompt.token_ids), 0, 1)
-        chosen = self._choose("prefill", self._fleet.ready(Role.PREFILL), work, 1, progress)
-        return chosen[0] if chosen else None
-
-    @contextlib.contextmanager
-    def _choose_decodes(
-        self, progress: _Progress, *, any_role: bool = False, count: int | None = None
-    ) -> Generator[list[_Part], None, None]:
-        """Choose engines for the missing samples. Their load counts from this moment, so that
-        groups that choose at the same time do not all choose the same engine."""
-        engines = self._fleet.ready(*_DECODERS)
-        if not engines and any_role:
-            engines = self._fleet.ready()
-        missing = progress.missing
-        asked = progress.work
-        prompt_tokens, max_tokens = len(asked.prompt.token_ids), asked.sampling.max_tokens
-        work = Work(prompt_tokens, max_tokens, len(missing))
-        count = count or self._settings.decode_engines_per_group
-        chosen = self._choose("decode", engines, work, count, progress)
-        with contextlib.ExitStack() as held:
-            parts = []
-            for engine, indices in share(missing, chosen):
-                load = functools.partial(self._load, engine.info.name, prompt_tokens + max_tokens)
-                part = _Part(engine, {index: load(sequences=1) for index in indices})
-                for release in part.release.values():
-                    held.callback(release)
-                parts.append(part)
-            yield parts
-
-    def _choose(
-        self, kind: str, engines: Sequence[Engine], work: Work, count: int, progress: _Progress
-    ) -> list[Engine]:
-        fresh = [engine for engine in engines if engine.info.name not in progress.avoid]
-        candidates = {engine.info.name: engine for engine in fresh or engines}
-        views = tuple(self._view(engine) for engine in candidates.values())
-        turn = self._turns[kind]
-        self._turns[kind] += 1
-        names = self._policy.choose(Snapshot(views, turn), work, count)
-        return [candidates[name] for name in names]
-
-    def _view(self, engine: Engine) -> EngineView:
-        name = engine.info.name
-        return EngineView(
-            name=name,
-            tokens_in_flight=self._tokens[name],
-            free_seats=engine.info.max_num_seqs - self._sequences[name],
+    def _segment(self, progress: _Progress, index: int) -> Segment:
+        return next_segment(
+            progress.work, index, progress.begun.get(index), self._settings.segment_tokens
         )
 
-    def _request(self, work: GroupWork, index: int) -> DecodeRequest:
-        begun = work.begun.get(index)
-        seed = derive_seed(work.seed, index) if begun is None else begun.seed
-        token_ids, sampling = work.prompt.token_ids, work.sampling
-        if begun is not None and begun.token_ids:
-            done = len(begun.token_ids)
-            token_ids += begun.token_ids
-            sampling = replace(
-                sampling,
-                max_tokens=sampling.max_tokens - done,
-                min_tokens=max(0, sampling.min_tokens - done),
-            )
-            # A generator begins anew in every segment.
-            seed = derive_seed(seed, "segment", done)
-        return DecodeRequest(self._new_id(), token_ids, sampling, seed)
+    def _request(self, segment: Segment) -> DecodeRequest:
+        kv = self._handoff.hand_out_params(None) if segment.cut and self._moves else None
+        return DecodeRequest(self._new_id(), segment.token_ids, segment.sampling, segment.seed, kv)
+
+    def _places(self, piece: Piece, engine: int, indices: Sequence[int]) -> _Places:
+        return _Places(self.allocator, self._clock, piece, engine, indices)
+
+    def _engine(self, number: int) -> Engine | None:
+        """Return the engine of a number, if it serves."""
+        name = self.allocator.books.name(number)
+        return next((e for e in self._fleet.ready() if e.info.name == name), None)
+
+    def _mask(self, names: set[str]) -> int:
+        return sum(1 << self.allocator.books.number(name) for name in names)
+
+    def _explain(self, why: Why, part: Part) -> Mapping[str, Any]:
+        """Return the estimates behind a route, and add them to the ledger."""
+        told: dict[str, Any] = {"policy": why.policy}
+        if why.local is not None:
+            told["local_ms"] = round(1000 * why.local, 1)
+        if why.handoff is not None:
+            told["handoff_ms"] = round(1000 * why.handoff, 1)
+        if why.local is not None and why.handoff is not None and not part.is_local:
+            self.stats.saved_s += why.local - why.handoff
+        return told
+
+    def _track_weights(self) -> None:
+        """Forget which prefixes are cached once the weights are others."""
+        if self._prefixes_of != self._fleet.weight_version:
+            self._prefixes_of = self._fleet.weight_version
+            self.allocator.forget_prefixes()
 
     def _new_id(self) -> str:
         """Return a request id that was never used before, not even by another process."""
@@ -537,8 +822,25 @@ class Dispatcher:
         return self._kv_budgets[key]
 
     def _resize(self) -> None:
-        """Fit what is let in to the engines that decode now."""
-        engines = self._fleet.ready(*_DECODERS) or self._fleet.ready()
+        """Fit what is let in to the engines that serve now."""
+        ready = {engine.info.name: engine for engine in self._fleet.ready()}
+        books = self.allocator.books
+        for name, engine in ready.items():
+            if not books.knows(name):
+                info = engine.info
+                self.allocator.join(
+                    name,
+                    info.role,
+                    seats=info.max_num_seqs,
+                    num_blocks=info.num_blocks,
+                    block_size=info.block_size,
+                    block_bytes=info.block_bytes,
+                )
+        for number in range(len(books)):
+            self.allocator.set_up(number, books.name(number) in ready)
+        elastic = self._settings.roles == "elastic"
+        engines = list(ready.values()) if elastic else self._fleet.ready(*_DECODERS)
+        engines = engines or list(ready.values())
         if engines:  # with none, groups wait for one inside their attempt
             self._seats.set_capacity(sum(engine.info.max_num_seqs for engine in engines))
             blocks = sum(engine.info.num_blocks for engine in engines)
@@ -552,86 +854,48 @@ class Dispatcher:
         own_tokens = len(work.prompt.token_ids) % size + work.sampling.max_tokens
         return len(work.prompt.token_ids) // size + work.n * math.ceil(own_tokens / size)
 
-    def _load(self, engine: str, tokens: int, *, sequences: int) -> Callable[[], None]:
-        """Count load on an engine; returns what takes it off again, once."""
-        self._tokens[engine] += tokens
-        self._sequences[engine] += sequences
-        counted = True
 
-        def release() -> None:
-            nonlocal counted
-            if counted:
-                counted = False
-                self._tokens[engine] -= tokens
-                self._sequences[engine] -= sequences
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Where a segment has just ended."""
 
-        return release
+    engine: Engine
+    output: DecodeOutput
 
 
-def _complete_ones(work: GroupWork) -> dict[int, Sample]:
-    return {i: sample for i, sample in work.begun.items() if sample.finish_reason != "abort"}
+async def _closing(work: Awaitable[None], places: _Places) -> None:
+    with contextlib.closing(places):
+        await work
+
+
+def _dealt(indices: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return so many of the indices for each part, in turn."""
+    if len(set(counts)) <= 1 or max(counts) - min(counts) <= 1:
+        return [mine for _, mine in share(indices, counts)]
+    ends = list(itertools.accumulate(counts))
+    return [tuple(indices[e - c : e]) for e, c in zip(ends, counts, strict=True)]
+
+
+def _ended_early(progress: _Progress, index: int) -> Sample:
+    """Return a sample that was stopped, with what was generated before."""
+    begun = progress.begun.get(index)
+    if begun is not None:
+        return replace(begun, finish_reason="abort")
+    leg = Leg(
+        RouteKind.LOCAL,
+        "",
+        "",
+        0.0,
+        progress.accepted_s,
+        progress.accepted_s,
+        0.0,
+        progress.weight_version,
+        {},
+    )
+    return assemble(progress.work, index, leg, NOTHING_YET, None)
 
 
 def _naming(prompt: Prompt, refused: InvalidRequest) -> InvalidRequest:
     """Return an engine's refusal with the prompt that it concerns."""
     path = f"prompt {prompt.id}"
     return InvalidRequest([Problem(path, p.found, p.allowed, p.hint) for p in refused.problems])
-
-
-def _sample(leg: _Leg, index: int, output: DecodeOutput, progress: _Progress) -> Sample:
-    work, name = progress.work, leg.engine.info.name
-    leader, request = next(iter(leg.requests.values())), leg.requests[index]
-    waited_s = output.wait_s
-    if request is not leader:
-        waited_s += leg.result.waited_s.get(leader.request_id, 0.0)
-    queued_s = leg.started_s - progress.accepted_s
-    if leg.handle is None:
-        route = Route(RouteKind.LOCAL, prefill=name, decode=name)
-        timing = Timing(queued_s + waited_s, output.prefill_s, 0.0, output.decode_s)
-    else:
-        kind = RouteKind.SPLIT if request is leader else RouteKind.SHARED
-        route = Route(kind, prefill=leg.handle.prefill_engine, decode=name)
-        decode_s = output.prefill_s + output.decode_s
-        timing = Timing(queued_s, leg.handle.elapsed_s, waited_s, decode_s)
-    spans = output.weight_versions
-    # A sibling's prompt is of the weights that its first token is of: an update drops all KV.
-    prefilled = spans[0].version if spans else progress.weight_version
-    sample = Sample(
-        id=work.prompt.id,
-        sample=index,
-        prompt_token_ids=work.prompt.token_ids,
-        token_ids=output.token_ids,
-        text=output.text,
-        logprobs=output.logprobs,
-        finish_reason=output.finish_reason,
-        seed=derive_seed(work.seed, index),
-        weight_version=spans[-1].version if spans else prefilled,
-        prefill_version=prefilled,
-        weight_versions=spans,
-        route=route,
-        timing=timing,
-    )
-    begun = work.begun.get(index)
-    return sample if begun is None else continued(begun, sample)
-
-
-def continued(begun: Sample, rest: Sample) -> Sample:
-    """Return a sample and its continuation as one. Pure."""
-    at = len(begun.token_ids)
-    spans = list(begun.weight_versions)
-    for span in rest.weight_versions:
-        if spans and spans[-1].version == span.version:
-            spans[-1] = VersionSpan(span.version, spans[-1].start, span.end + at)
-        else:
-            spans.append(VersionSpan(span.version, span.start + at, span.end + at))
-    times = zip(astuple(begun.timing), astuple(rest.timing), strict=True)
-    return replace(
-        rest,
-        seed=begun.seed,
-        token_ids=begun.token_ids + rest.token_ids,
-        text=begun.text + rest.text,
-        logprobs=begun.logprobs + rest.logprobs,
-        prefill_version=begun.prefill_version if at else rest.prefill_version,
-        weight_versions=tuple(spans),
-        timing=Timing(*(a + b for a, b in times)),
-    )

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+import heapq
+import itertools
 from collections.abc import AsyncGenerator, Generator
 
 
 class WeightedGate:
-    """Lets holders in while the sum of their weights fits the capacity.
+    """Lets holders in while the sum of their weights fits the capacity, least key first.
 
-    A weight above the capacity is let in alone, so that nothing waits for ever.
+    A weight above the capacity is let in alone, and nobody is let in past one who waits with a
+    lesser key, so that nothing waits for ever as long as keys grow with time.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._held = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: list[tuple[float, int, int, asyncio.Future[None]]] = []
+        self._serial = itertools.count()
 
     @property
     def held(self) -> int:
@@ -29,10 +32,10 @@ class WeightedGate:
         self._capacity = capacity
         self._admit()
 
-    async def acquire(self, weight: int) -> None:
-        """Wait until there is room, in order of arrival."""
+    async def acquire(self, weight: int, key: float = 0.0) -> None:
+        """Wait until there is room; those with equal keys in order of arrival."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((weight, future))
+        heapq.heappush(self._waiting, (key, next(self._serial), weight, future))
         self._admit()
         try:
             await future
@@ -49,8 +52,8 @@ class WeightedGate:
         self._admit()
 
     @contextlib.asynccontextmanager
-    async def hold(self, weight: int) -> AsyncGenerator[None, None]:
-        await self.acquire(weight)
+    async def hold(self, weight: int, key: float = 0.0) -> AsyncGenerator[None, None]:
+        await self.acquire(weight, key)
         try:
             yield
         finally:
@@ -58,13 +61,13 @@ class WeightedGate:
 
     def _admit(self) -> None:
         while self._waiting:
-            weight, future = self._waiting[0]
+            _, _, weight, future = self._waiting[0]
             if future.cancelled():
-                self._waiting.popleft()
+                heapq.heappop(self._waiting)
                 continue
             if self._held and self._held + weight > self._capacity:
                 return
-            self._waiting.popleft()
+            heapq.heappop(self._waiting)
             self._held += weight
             future.set_result(None)
 

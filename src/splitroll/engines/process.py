@@ -14,6 +14,9 @@ import multiprocessing
 import os
 import signal
 import socket
+import time
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 ENGINE_ENV = "SPLITROLL_ENGINE"
@@ -24,6 +27,12 @@ WEIGHT_TRANSFER = "splitroll"
 
 PROGRESS_DELAY_US = 2000
 """Pause between two polls of NIXL's progress thread; 0, its default, burns a core when idle."""
+
+ONLY_IF_CUT = "splitroll_only_if_cut"
+"""In a request's connector parameters: hand KV out only if the request ended at its max_tokens."""
+
+STEPS_KEPT = 512
+"""Of an engine's last steps, until they are asked for."""
 
 _PR_SET_PDEATHSIG = 1
 _installed = False
@@ -40,6 +49,7 @@ def install() -> None:
     _add_utilities()
     _offer_weight_transfer()
     _hold_side_channel_port()
+    _hand_out_cuts_only()
 
     from vllm.platforms import current_platform
 
@@ -68,6 +78,7 @@ def _exit_directly() -> None:
 def _add_utilities() -> None:
     """Add utility calls to EngineCore: its load (vLLM's metrics go stale when an engine is idle),
     and an abort that tells what it found."""
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.request import RequestStatus
 
@@ -98,9 +109,81 @@ def _add_utilities() -> None:
         aborted = core.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
         return [request.request_id for request in aborted]
 
+    def splitroll_steps(core: Any) -> list[StepRow]:
+        watch = _watch_of(core.scheduler)
+        rows = list(watch.rows)
+        watch.rows.clear()
+        return rows
+
+    _watch_steps(Scheduler)
+    EngineCore.splitroll_steps = splitroll_steps
     EngineCore.splitroll_abort = splitroll_abort
     EngineCore.splitroll_describe = splitroll_describe
     EngineCore.splitroll_load = splitroll_load
+
+
+StepRow = tuple[float, int, int, int, int]
+"""The fields of `StepStats`, in their order."""
+
+
+class _StepWatch:
+    """The last steps of one scheduler."""
+
+    def __init__(self) -> None:
+        self.rows: deque[StepRow] = deque(maxlen=STEPS_KEPT)
+        self.ended_s = 0.0
+
+
+def _watch_of(scheduler: Any) -> _StepWatch:
+    watch: _StepWatch | None = getattr(scheduler, "splitroll_watch", None)
+    if watch is None:
+        watch = scheduler.splitroll_watch = _StepWatch()
+    return watch
+
+
+def _watch_steps(scheduler_class: Any) -> None:
+    """Time every step and note what was in it: vLLM's own statistics do not say how many tokens
+    of context a step read, nor how long it took."""
+    schedule, update = scheduler_class.schedule, scheduler_class.update_from_output
+
+    def timed_schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        begun_s = time.perf_counter()
+        output = schedule(self, *args, **kwargs)
+        output.splitroll_scheduled_s = begun_s
+        return output
+
+    def timed_update(self: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+        watch = _watch_of(self)
+        counts = _step_counts(self.requests, output.num_scheduled_tokens)
+        result = update(self, output, *args, **kwargs)
+        now_s = time.perf_counter()
+        # With async scheduling the next step is scheduled before this one has ended.
+        begun_s = max(output.splitroll_scheduled_s, watch.ended_s)
+        watch.ended_s = now_s
+        if output.total_num_scheduled_tokens:
+            watch.rows.append((now_s - begun_s, *counts))
+        return result
+
+    scheduler_class.schedule = timed_schedule
+    scheduler_class.update_from_output = timed_update
+
+
+def _step_counts(
+    requests: Mapping[str, Any], scheduled: Mapping[str, int]
+) -> tuple[int, int, int, int]:
+    """Return (sequences, context tokens, prefill tokens, prefill pairs) of a step."""
+    sequences = context = prefill = pairs = 0
+    for request_id, tokens in scheduled.items():
+        if (request := requests.get(request_id)) is None:
+            continue
+        before = request.num_computed_tokens - tokens  # it counts what is scheduled as computed
+        if before >= request.num_prompt_tokens:
+            sequences += 1
+            context += before + tokens
+        else:
+            prefill += tokens
+            pairs += tokens * before + tokens * tokens // 2
+    return sequences, context, prefill, pairs
 
 
 def _offer_weight_transfer() -> None:
@@ -161,6 +244,27 @@ def _hold_side_channel_port() -> None:
 
     scheduler_class.__init__ = init
     base_scheduler.zmq_ctx = zmq_ctx
+
+
+def _hand_out_cuts_only() -> None:
+    """A sample that ended by itself has no use for a handle, which would pin its KV; the connector
+    makes one for whatever finished by length or by a stop."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import pull_scheduler
+    from vllm.v1.request import RequestStatus
+
+    scheduler_class = pull_scheduler.NixlPullConnectorScheduler
+    original = scheduler_class.request_finished
+
+    def request_finished(self: Any, request: Any, block_ids: Any) -> Any:
+        params = request.kv_transfer_params
+        cut = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+        if params and params.get(ONLY_IF_CUT) and not cut:
+            params["do_remote_decode"] = False
+            self._reqs_not_processed.add(request.request_id)
+            self._reqs_need_save.pop(request.request_id, None)
+        return original(self, request, block_ids)
+
+    scheduler_class.request_finished = request_finished
 
 
 class _ListeningContext:

@@ -60,8 +60,9 @@ class DecodeRequest:
 
     Attributes:
         seed: of this sample; used when the temperature is above 0.
-        kv: the connector's parameters of a handle; None computes the prompt here, as far as it is
-            not in the prefix cache.
+        kv: the connector's parameters: of a handle to load, or that ask for one at the end, or
+            both. Without a handle the prompt is computed here, as far as it is not in the prefix
+            cache.
         top_logprobs: how many of the most likely tokens to report at the first position.
     """
 
@@ -100,6 +101,8 @@ class DecodeOutput:
         decode_s: from the first token to the last.
         weight_versions: of the weights that computed each token; empty only without tokens.
         first_top_logprobs: token id to log-probability at the first position, if asked for.
+        kv: handle to the KV of all but the last token, if the request asked for one and did not
+            end early: it is pinned here until pulled or given back.
     """
 
     token_ids: tuple[int, ...]
@@ -112,6 +115,27 @@ class DecodeOutput:
     decode_s: float
     weight_versions: tuple[VersionSpan, ...]
     first_top_logprobs: Mapping[int, float] = field(default_factory=dict)
+    kv: KvParams | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step of an engine's loop: one forward pass over a batch.
+
+    Attributes:
+        seconds: from its scheduling, or the end of the step before, to its end.
+        sequences: that decoded one token each.
+        context_tokens: of those sequences, together: the KV that was read.
+        prefill_tokens: prompt tokens computed.
+        prefill_pairs: of those, the sum over tokens of the tokens before each: what attention
+            costs beyond the linear layers.
+    """
+
+    seconds: float
+    sequences: int
+    context_tokens: int
+    prefill_tokens: int
+    prefill_pairs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +258,10 @@ class ControlPlane(Protocol):
         ...
 
     async def counters(self) -> EngineCounters: ...
+
+    async def steps(self) -> Sequence[StepStats]:
+        """Return the steps since the last call, oldest first; at most some hundred are kept."""
+        ...
 
     async def reset_prefix_cache(self, *, preempt: bool = False) -> bool:
         """Drop the prefix cache; False when the engine refused since blocks are in use.

@@ -27,6 +27,7 @@ from splitroll.engines.protocol import (
     KvParams,
     PrefillOutput,
     PrefillRequest,
+    StepStats,
 )
 from splitroll.errors import EngineDied, EngineStartError, LegError, SplitrollError
 from splitroll.placement import EngineSpec
@@ -86,6 +87,9 @@ class EngineActor:
 
     async def counters(self) -> EngineCounters:
         return await self._engine.counters()
+
+    async def steps(self) -> Sequence[StepStats]:
+        return await self._engine.steps()
 
     async def reset_prefix_cache(self, preempt: bool) -> bool:
         return await self._engine.reset_prefix_cache(preempt=preempt)
@@ -178,6 +182,9 @@ class RayEngine(Engine):
 
     async def counters(self) -> EngineCounters:
         return await self._call(self._actor.counters.remote())
+
+    async def steps(self) -> Sequence[StepStats]:
+        return await self._call(self._actor.steps.remote())
 
     async def reset_prefix_cache(self, *, preempt: bool = False) -> bool:
         return await self._call(self._actor.reset_prefix_cache.remote(preempt))

@@ -12,12 +12,13 @@ import functools
 import hashlib
 import math
 import os
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from splitroll.engines.process import STEPS_KEPT
 from splitroll.engines.protocol import (
     DecodeOutput,
     DecodeRequest,
@@ -29,6 +30,7 @@ from splitroll.engines.protocol import (
     KvParams,
     PrefillOutput,
     PrefillRequest,
+    StepStats,
 )
 from splitroll.errors import (
     EngineDied,
@@ -46,6 +48,7 @@ from splitroll.weights.segment import Segment
 VOCAB_SIZE = 4096
 EOS_TOKEN_ID = 2
 _FREED_POLL_S = 0.02
+_SOON_S = 1e-9
 _EOS_ONE_IN = 997
 """How rarely the simulated model ends by itself."""
 
@@ -102,6 +105,9 @@ class _Running:
     aborted: bool = False
     weights: str = ""
     """Digest of the weights that computed its KV."""
+    computed: asyncio.Event = field(default_factory=asyncio.Event)
+    shares: list[asyncio.Event] = field(default_factory=list)
+    """Of requests that compute blocks which this one found in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +164,11 @@ class SimulatedEngine(Engine):
         self._weight_version = weight_version
         self._lease_s = lease_s
         self._counters = EngineCounters()
+        self._steps: deque[StepStats] = deque(maxlen=STEPS_KEPT)
         self._running: dict[str, _Running] = {}
         self._pinned: dict[str, tuple[float, _Kv]] = {}
-        self._cache: OrderedDict[int, str] = OrderedDict()
-        """Block hash to the digest of the weights that computed the block."""
+        self._cache: OrderedDict[int, tuple[str, asyncio.Event]] = OrderedDict()
+        """Block hash to the digest of the weights that computed the block, and whether it is."""
         self._weights = "" if checkpoint is None else _digest_of(checkpoint)
         """Digest of the weights; every token depends on it."""
         self._running_on = asyncio.Event()
@@ -202,12 +209,16 @@ class SimulatedEngine(Engine):
                 raise LegError(self._info.name, "simulated fault in prefill")
             cached = self._lookup(request, state)
             computed = len(request.token_ids) - cached
-            await self._spend(computed * self._latency.prefill_token_s)
+            self._store(request, state)  # as vLLM does, for those that come with it
+            await self._compute(computed, cached, state)
             if state.aborted:
                 raise LegError(self._info.name, "prefill ended with abort")
-            self._store(request, state)
             self._count(computed_tokens=computed, cache_hit_tokens=cached, generated_tokens=1)
-            handle = None if self.faults.lose_handles else self._pin(request, state)
+            handle = (
+                None
+                if self.faults.lose_handles
+                else self._pin(request.request_id, request.token_ids, state)
+            )
         finally:
             await self._free(request.request_id)
         return PrefillOutput(
@@ -225,7 +236,7 @@ class SimulatedEngine(Engine):
         try:
             state = await self._admit(request, len(request.token_ids) + request.sampling.max_tokens)
         except asyncio.CancelledError:
-            if request.kv is not None:
+            if request.kv is not None and request.kv.get("do_remote_prefill"):
                 await self.release(request.request_id, request.kv)
             raise
         try:
@@ -236,9 +247,9 @@ class SimulatedEngine(Engine):
             prompt, pulled = await self._pull(request, cached, state)
             scheduled = loop.time()
             computed = len(request.token_ids) - cached - pulled
-            await self._spend((computed + 1) * self._latency.prefill_token_s)
-            self._count(computed_tokens=computed, cache_hit_tokens=cached, pulled_tokens=pulled)
             self._store(request, state)
+            await self._compute(computed + 1, cached + pulled, state)
+            self._count(computed_tokens=computed, cache_hit_tokens=cached, pulled_tokens=pulled)
             token_ids: list[int] = []
             logprobs: list[float] = []
             versions: list[int] = []
@@ -256,7 +267,7 @@ class SimulatedEngine(Engine):
                 if reason is None and len(token_ids) == 1:
                     yield FirstToken(cached + pulled, self._weight_version)
                 if reason is None:
-                    await self._step()
+                    await self._step(len(prompt) + len(token_ids))
                     reason = "abort" if state.aborted else None
                 last = loop.time()
             yield DecodeOutput(
@@ -270,6 +281,7 @@ class SimulatedEngine(Engine):
                 decode_s=last - first,
                 weight_versions=version_spans(versions),
                 first_top_logprobs=_top((self._weights, ""), prompt, request),
+                kv=self._hand_out(request, prompt + tuple(token_ids), reason, state),
             )
         finally:
             await self._free(request.request_id)
@@ -298,6 +310,12 @@ class SimulatedEngine(Engine):
     async def counters(self) -> EngineCounters:
         await self._answer()
         return self._counters
+
+    async def steps(self) -> Sequence[StepStats]:
+        await self._answer()
+        steps = list(self._steps)
+        self._steps.clear()
+        return steps
 
     async def reset_prefix_cache(self, *, preempt: bool = False) -> bool:
         await self._control("reset")
@@ -389,7 +407,8 @@ class SimulatedEngine(Engine):
         return state
 
     async def _free(self, request_id: str) -> None:
-        self._running.pop(request_id, None)
+        if (state := self._running.pop(request_id, None)) is not None:
+            state.computed.set()
         async with self._freed:
             self._freed.notify_all()
 
@@ -399,15 +418,23 @@ class SimulatedEngine(Engine):
         pinned = sum(math.ceil(len(kv.token_ids) / size) for _, kv in self._pinned.values())
         return pinned + sum(state.blocks for state in self._running.values())
 
-    def _pin(self, request: PrefillRequest, state: _Running) -> KvParams:
+    def _hand_out(
+        self, request: DecodeRequest, token_ids: tuple[int, ...], reason: str, state: _Running
+    ) -> KvParams | None:
+        """Return a handle to all but the last token, if the request asks for one and was cut."""
+        if request.kv is None or not request.kv.get("do_remote_decode") or reason != "length":
+            return None
+        return self._pin(request.request_id, token_ids[:-1], state)
+
+    def _pin(self, request_id: str, token_ids: tuple[int, ...], state: _Running) -> KvParams:
         expires = asyncio.get_running_loop().time() + self._lease_s
-        self._pinned[request.request_id] = (expires, _Kv(request.token_ids, state.weights))
-        blocks = math.ceil(len(request.token_ids) / self._info.block_size)
+        self._pinned[request_id] = (expires, _Kv(token_ids, state.weights))
+        blocks = math.ceil(len(token_ids) / self._info.block_size)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self._info.engine_id,
-            "remote_request_id": request.request_id,
+            "remote_request_id": request_id,
             "remote_block_ids": [list(range(1, blocks + 1))],
             "remote_host": "simulated",
             "remote_port": 1,
@@ -431,7 +458,7 @@ class SimulatedEngine(Engine):
         self, request: DecodeRequest, cached: int, state: _Running
     ) -> tuple[tuple[int, ...], int]:
         """Return the prompt that the loaded KV stands for, and how many tokens were pulled."""
-        if request.kv is None or self.faults.ignore_kv:
+        if request.kv is None or not request.kv.get("do_remote_prefill") or self.faults.ignore_kv:
             return request.token_ids, 0
         if self.faults.fail_kv_loads:
             self.faults.fail_kv_loads -= 1
@@ -449,7 +476,9 @@ class SimulatedEngine(Engine):
             kv = _Kv((0, *request.token_ids[1:]), state.weights)  # somebody else's, and no error
         if kv.weights != self._weights:
             state.weights = kv.weights
-        return kv.token_ids, len(request.token_ids) - cached
+        # A handle to generated tokens lacks the last one's KV, which is computed here.
+        loaded = kv.token_ids + request.token_ids[len(kv.token_ids) :]
+        return loaded, len(request.token_ids) - cached
 
     def _lookup(self, request: PrefillRequest | DecodeRequest, state: _Running) -> int:
         """Return how many prompt tokens the prefix cache holds; never the whole prompt."""
@@ -457,10 +486,13 @@ class SimulatedEngine(Engine):
         if self.faults.forget_prefixes:
             return 0
         for block in self._block_hashes(request):
-            if (weights := self._cache.get(block)) is None:
+            if (found := self._cache.get(block)) is None:
                 break
+            weights, computed = found
             if weights != self._weights:
                 state.weights = weights
+            if not computed.is_set():
+                state.shares.append(computed)
             self._cache.move_to_end(block)
             cached += self._info.block_size
         return min(
@@ -469,7 +501,8 @@ class SimulatedEngine(Engine):
 
     def _store(self, request: PrefillRequest | DecodeRequest, state: _Running) -> None:
         for block in self._block_hashes(request):
-            self._cache[block] = state.weights
+            if block not in self._cache:
+                self._cache[block] = (state.weights, state.computed)
         while len(self._cache) > self._info.num_blocks:
             self._cache.popitem(last=False)
 
@@ -481,9 +514,21 @@ class SimulatedEngine(Engine):
     def _count(self, **counts: int) -> None:
         self._counters = self._counters + EngineCounters(**counts)
 
-    async def _step(self) -> None:
+    async def _step(self, context: int) -> None:
         batch = len(self._running)
-        await self._spend(self._latency.step_s + batch * self._latency.step_sequence_s)
+        seconds = self._latency.step_s + batch * self._latency.step_sequence_s
+        self._steps.append(StepStats(max(seconds, _SOON_S), batch, batch * context, 0, 0))
+        await self._spend(seconds)
+
+    async def _compute(self, tokens: int, offset: int, state: _Running) -> None:
+        seconds = tokens * self._latency.prefill_token_s
+        pairs = tokens * offset + tokens * tokens // 2
+        self._steps.append(StepStats(max(seconds, _SOON_S), 0, 0, tokens, pairs))
+        await self._spend(seconds)
+        state.computed.set()
+        for shared in state.shares:
+            while not shared.is_set():
+                await self._spend(_FREED_POLL_S / 10)
 
     async def _spend(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -589,7 +634,8 @@ def _next_token(
     request: DecodeRequest,
 ) -> tuple[int, float]:
     seed = request.seed if request.sampling.temperature > 0 else 0
-    draw = derive_seed(*model, hash(prompt), *generated[-4:], len(generated), seed)
+    # Of all tokens before it, wherever the prompt ends: a sample may go on in another request.
+    draw = derive_seed(*model, hash((*prompt, *generated)), seed)
     token = EOS_TOKEN_ID if draw % _EOS_ONE_IN == 0 else 3 + draw % (VOCAB_SIZE - 3)
     if request.sampling.ignore_eos and token == EOS_TOKEN_ID:
         token += 1

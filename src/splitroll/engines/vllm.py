@@ -38,6 +38,7 @@ from splitroll.engines.protocol import (
     KvParams,
     PrefillOutput,
     PrefillRequest,
+    StepStats,
 )
 from splitroll.errors import (
     EngineDied,
@@ -162,6 +163,7 @@ class VllmEngine:
                     decode_s=decode_s,
                     weight_versions=_version_spans(piece, len(token_ids)),
                     first_top_logprobs=top,
+                    kv=output.kv_transfer_params,
                 )
                 return
         raise LegError(self._arguments.name, "the stream ended without a finish reason")
@@ -203,6 +205,12 @@ class VllmEngine:
 
     async def counters(self) -> EngineCounters:
         return self._counters
+
+    async def steps(self) -> Sequence[StepStats]:
+        with self._engine_errors():
+            core = self._llm.engine_core
+            rows = await self._answer(core.call_utility_async("splitroll_steps"))
+        return [StepStats(*row) for row in rows]
 
     async def reset_prefix_cache(self, *, preempt: bool = False) -> bool:
         with self._engine_errors():

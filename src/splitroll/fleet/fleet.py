@@ -35,6 +35,7 @@ from splitroll.types import Role
 
 log = logging.getLogger(__name__)
 
+_COUNTERS_LAG_S = 0.1
 _RESTART_PAUSE_S = 1.0
 """Before a second attempt to restart an engine; doubled for each further one."""
 
@@ -84,7 +85,13 @@ class Fleet:
     """A set of engines under supervision. Make one with `Fleet.open`."""
 
     def __init__(
-        self, specs: Sequence[EngineSpec], launcher: Launcher, prove: Prover | None, limits: Limits
+        self,
+        specs: Sequence[EngineSpec],
+        launcher: Launcher,
+        prove: Prover | None,
+        limits: Limits,
+        *,
+        elastic: bool = False,
     ) -> None:
         self.members = {spec.name: Member(spec) for spec in specs}
         self.weight_version = 0
@@ -92,6 +99,7 @@ class Fleet:
         self.proofs: list[PairProof] = []
         self._launcher = launcher
         self._prove = prove
+        self._elastic = elastic
         self._limits = limits
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
@@ -109,14 +117,19 @@ class Fleet:
         limits: Limits,
         make_prover: Callable[[Fleet], Prover] | None = None,
         on_state: Callable[[Fleet], None] = lambda fleet: None,
+        *,
+        elastic: bool = False,
     ) -> AsyncGenerator[Fleet, None]:
         """Start all engines in parallel, prove all pairs, supervise; close all at the end.
+
+        Args:
+            elastic: any engine may hand KV to any other, so that each ordered pair is one to prove.
 
         Raises:
             EngineStartError: the first engine that did not come up; the others are ended.
             ProofError: a pair does not hand off KV.
         """
-        fleet = cls(specs, launcher, None, limits)
+        fleet = cls(specs, launcher, None, limits, elastic=elastic)
         if make_prover is not None:
             fleet._prove = make_prover(fleet)
         fleet.on_change(lambda: on_state(fleet))
@@ -204,6 +217,22 @@ class Fleet:
             engines = self.ready()
             self.proofs = await self._prove_new(engines, engines)
 
+    @contextlib.asynccontextmanager
+    async def uncounted(self, engine: Engine) -> AsyncGenerator[None, None]:
+        """Keep what an engine that is otherwise idle does meanwhile out of its counters."""
+        member = self.members[engine.info.name]
+        before = await engine.counters()
+        yield
+        after = await engine.counters()
+        while (later := await self._counters_after(engine)) != after:
+            after = later
+        member.proving += after - before
+
+    async def _counters_after(self, engine: Engine) -> EngineCounters:
+        """Return the counters of a moment later: they lag behind by an engine step."""
+        await asyncio.sleep(_COUNTERS_LAG_S)
+        return await engine.counters()
+
     async def counters(self) -> dict[str, EngineCounters]:
         """Return each engine's counters: earlier incarnations included, proofs left out.
 
@@ -249,19 +278,31 @@ class Fleet:
         proofs: list[PairProof] = []
         try:
             for engine in new:
-                if engine.info.role is Role.PREFILL:
-                    decodes = [e for e in present if e.info.role is Role.DECODE]
-                    proofs += await self._prove([engine], decodes)
+                if self._hands_out(engine):
+                    proofs += await self._prove([engine], self._loaders(engine, present))
             for engine in new:
-                if engine.info.role is Role.DECODE:
-                    prefills = [e for e in present if e.info.role is Role.PREFILL and e not in new]
-                    proofs += await self._prove(prefills, [engine])
+                others = [e for e in present if e not in new and engine in self._loaders(e, new)]
+                if others:
+                    proofs += await self._prove(others, [engine])
         except ProofError as exc:
             proofs += exc.proofs
             raise
         finally:
             await self._count_proofs(proofs)
         return proofs
+
+    def _hands_out(self, engine: Engine) -> bool:
+        return self._elastic or engine.info.role is Role.PREFILL
+
+    def _loaders(self, source: Engine, engines: Sequence[Engine]) -> list[Engine]:
+        """Return those of some engines that may load KV of another one."""
+        if not self._hands_out(source):
+            return []
+        return [
+            engine
+            for engine in engines
+            if engine is not source and (self._elastic or engine.info.role is Role.DECODE)
+        ]
 
     async def _count_proofs(self, proofs: Sequence[PairProof]) -> None:
         """Keep what the proofs did apart from what is done for groups."""

@@ -15,12 +15,26 @@ class KvBackend(Protocol):
 
     name: str
 
-    def transfer(self, spec: EngineSpec, *, engine_id: str, lease_s: float) -> KvTransfer:
-        """Return what the connector needs to run in an engine; peers reach it at `spec.host`."""
+    def transfer(
+        self, spec: EngineSpec, *, engine_id: str, lease_s: float, elastic: bool
+    ) -> KvTransfer:
+        """Return what the connector needs to run in an engine; peers reach it at `spec.host`.
+
+        Args:
+            elastic: the engine may hand KV out and load it, whatever its role.
+        """
         ...
 
     def prefill_params(self) -> KvParams:
         """Return what a prefill request carries so that it ends with a handle."""
+        ...
+
+    def hand_out_params(self, kv: KvParams | None) -> KvParams:
+        """Return a decode request's parameters so that it also ends with a handle to its own KV.
+
+        Args:
+            kv: what it carries already.
+        """
         ...
 
     def decode_params(self, handle: KvParams) -> KvParams:

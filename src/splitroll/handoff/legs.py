@@ -131,16 +131,19 @@ class Handoff:
         requests: Sequence[DecodeRequest],
         *,
         weight_version: int,
-        on_end: Callable[[DecodeRequest], None] = lambda request: None,
+        result: DecodeResult | None = None,
+        on_end: Callable[[DecodeRequest, DecodeOutput | None], None] = lambda request, output: None,
         on_kv: Callable[[], None] = lambda: None,
         ending_early: Callable[[], bool] = lambda: False,
     ) -> DecodeResult:
         """Decode samples of one prompt on one engine: the first leads, the others join it.
 
         Args:
-            handle: None decodes without a handoff: the leader computes the prompt here.
+            handle: None decodes without a handoff: all begin at once, and the engine shares the
+                prompt's full blocks between them.
             weight_version: of the decode engine's weights.
-            on_end: called as each request ends, however it ends.
+            result: filled as requests end; a new one if None.
+            on_end: called as each request ends, with its output if it completed.
             on_kv: called when the prompt's KV is here, which is when no handle is in flight.
             ending_early: whether samples end as they are; one that has not begun ends with nothing.
 
@@ -148,9 +151,31 @@ class Handoff:
             what completed and what did not; only cancellation is raised.
         """
         leg = _DecodeLeg(
-            self, engine, handle, tuple(requests), weight_version, on_end, on_kv, ending_early
+            self,
+            engine,
+            handle,
+            tuple(requests),
+            weight_version,
+            DecodeResult() if result is None else result,
+            on_end,
+            on_kv,
+            ending_early,
         )
         return await leg.run()
+
+    def adopt(self, engine: Engine, kv: KvParams, weight_version: int) -> KvHandle:
+        """Return the handle that a decode request ended with.
+
+        Raises:
+            LegError: it lacks something.
+        """
+        now_s = self._clock()
+        output = PrefillOutput(kv, 0.0, 0, weight_version)
+        return self._handle(engine, output, now_s)
+
+    def hand_out_params(self, kv: KvParams | None) -> KvParams:
+        """Return a decode request's connector parameters so that it ends with a handle."""
+        return self._backend.hand_out_params(kv)
 
     async def settled(self) -> None:
         """Return when every abort and every handle given back has been told to its engines."""
@@ -202,6 +227,8 @@ class Handoff:
             # With all decode engines down, the next that comes back can still do it.
             while self._clock() < handle.born_s + self._limits.lease_s:
                 for engine in self._decoders():
+                    if engine.info.name == handle.prefill_engine:
+                        continue  # a connector tells others, not itself
                     with contextlib.suppress(EngineDied, TimeoutError):
                         async with asyncio.timeout(_GIVE_BACK_TIMEOUT_S):
                             await engine.release(f"give-back-{os.urandom(8).hex()}", params)
@@ -221,7 +248,8 @@ class _DecodeLeg:
         handle: KvHandle | None,
         requests: tuple[DecodeRequest, ...],
         weight_version: int,
-        on_end: Callable[[DecodeRequest], None],
+        result: DecodeResult,
+        on_end: Callable[[DecodeRequest, DecodeOutput | None], None],
         on_kv: Callable[[], None],
         ending_early: Callable[[], bool],
     ) -> None:
@@ -234,8 +262,10 @@ class _DecodeLeg:
         self._on_kv = on_kv
         self._ending_early = ending_early
         self._leader_ended_early = False
-        self._result = DecodeResult()
+        self._result = result
         self._kv_is_here = asyncio.Event()
+        if handle is None:
+            self._kv_is_here.set()
         self._begun_s = handoff._clock()
 
     async def run(self) -> DecodeResult:
@@ -264,6 +294,8 @@ class _DecodeLeg:
         try:
             kv = self._take_handle()
             if kv is not None:
+                # The leader may be asked for a handle of its own too.
+                kv = kv if request.kv is None else self._handoff.hand_out_params(kv)
                 request = _with_kv(request, kv)
             limits = self._handoff._limits
             await self._sample(
@@ -281,18 +313,21 @@ class _DecodeLeg:
                 self._settle_handle(request, exc)
             raise
         finally:
-            self._on_end(request)
+            self._ended(request)
 
     async def _join(self, request: DecodeRequest) -> None:
         try:
             await self._kv_is_here.wait()  # ends with the leader: see _lead
             if self._leader_ended_early or self._ending_early():
-                self._result.outputs[request.request_id] = _NOTHING_YET
+                self._result.outputs[request.request_id] = NOTHING_YET
                 self._result.waited_s.setdefault(request.request_id, 0.0)
                 return
             await self._sample(request, self._handoff._limits.sample_timeout_s)
         finally:
-            self._on_end(request)
+            self._ended(request)
+
+    def _ended(self, request: DecodeRequest) -> None:
+        self._on_end(request, self._result.outputs.get(request.request_id))
 
     async def _sample(self, request: DecodeRequest, first_token_limit_s: float) -> None:
         """Run one request to its end, or abort it."""
@@ -399,7 +434,7 @@ class _DecodeLeg:
             handle.settle()
 
 
-_NOTHING_YET = DecodeOutput((), (), "", "abort", 0, 0.0, 0.0, 0.0, ())
+NOTHING_YET = DecodeOutput((), (), "", "abort", 0, 0.0, 0.0, 0.0, ())
 
 
 def _with_kv(request: DecodeRequest, kv: KvParams) -> DecodeRequest:

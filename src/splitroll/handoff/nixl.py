@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from splitroll.engines.arguments import KvTransfer
+from splitroll.engines.process import ONLY_IF_CUT
 from splitroll.engines.protocol import KvParams
 from splitroll.placement import LOOPBACK, EngineSpec
 from splitroll.types import Role
@@ -25,10 +26,13 @@ class NixlBackend:
 
     name = "nixl"
 
-    def transfer(self, spec: EngineSpec, *, engine_id: str, lease_s: float) -> KvTransfer:
+    def transfer(
+        self, spec: EngineSpec, *, engine_id: str, lease_s: float, elastic: bool
+    ) -> KvTransfer:
+        role = "kv_producer" if spec.role is Role.PREFILL else "kv_consumer"
         config: dict[str, Any] = {
             "kv_connector": "NixlConnector",
-            "kv_role": "kv_producer" if spec.role is Role.PREFILL else "kv_consumer",
+            "kv_role": "kv_both" if elastic else role,
             "engine_id": engine_id,
             # An engine that cannot load KV says so; it must never recompute unnoticed.
             "kv_load_failure_policy": "fail",
@@ -54,6 +58,12 @@ class NixlBackend:
             "remote_host": None,
             "remote_port": None,
         }
+
+    def hand_out_params(self, kv: KvParams | None) -> KvParams:
+        # With a handle to load as well, the connector clears do_remote_prefill once it has loaded
+        # it, and what is left at the end asks for a handle.
+        asked = self.prefill_params() if kv is None else {**kv, "do_remote_decode": True}
+        return {**asked, ONLY_IF_CUT: True}
 
     def decode_params(self, handle: KvParams) -> KvParams:
         missing = [key for key in _HANDLE_KEYS if not handle.get(key)]

@@ -1,0 +1,90 @@
+"""Which engine holds which prefix blocks in its cache, as far as can be known from outside. Pure.
+
+Fed by what was dispatched, corrected by what engines report of each request (prompt tokens that
+they did not compute), and bounded like their caches: the least recently used block goes first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+
+BlockHash = int
+
+
+def block_hashes(
+    token_ids: Sequence[int], block_size: int, salt: str | None = None
+) -> tuple[BlockHash, ...]:
+    """Return one hash per full block, each of it and all before it."""
+    hashes = []
+    last = hash(salt)
+    for end in range(block_size, len(token_ids) + 1, block_size):
+        last = hash((last, tuple(token_ids[end - block_size : end])))
+        hashes.append(last)
+    return tuple(hashes)
+
+
+class PrefixIndex:
+    """Engines are numbered from 0; sets of them are bit masks."""
+
+    def __init__(self) -> None:
+        self._holders: defaultdict[BlockHash, int] = defaultdict(int)
+        self._held: dict[int, OrderedDict[BlockHash, None]] = {}
+        self._capacity: dict[int, int] = {}
+
+    def join(self, engine: int, capacity_blocks: int) -> None:
+        """Note an engine with an empty cache."""
+        self.forget(engine)
+        self._capacity[engine] = capacity_blocks
+
+    def forget(self, engine: int) -> None:
+        """Note that an engine's cache is empty: it restarted, or its weights changed."""
+        for block in self._held.pop(engine, ()):
+            self._drop_holder(block, engine)
+        self._held[engine] = OrderedDict()
+
+    def add(self, engine: int, blocks: Sequence[BlockHash]) -> None:
+        """Note that an engine holds these blocks, or is about to."""
+        held, bit = self._held[engine], 1 << engine
+        for block in blocks:
+            if block in held:
+                held.move_to_end(block)
+            else:
+                held[block] = None
+                self._holders[block] |= bit
+        while len(held) > self._capacity[engine]:
+            block, _ = held.popitem(last=False)
+            self._drop_holder(block, engine)
+
+    def correct(self, engine: int, blocks: Sequence[BlockHash], held_blocks: int) -> None:
+        """Note that an engine held only so many of these blocks when it looked."""
+        held = self._held[engine]
+        for block in blocks[held_blocks:]:
+            if block in held:
+                del held[block]
+                self._drop_holder(block, engine)
+
+    def depths(self, blocks: Sequence[BlockHash]) -> list[tuple[int, int]]:
+        """Return (mask of engines, leading blocks that exactly these hold), deepest last; engines
+        that hold none are left out."""
+        found: list[tuple[int, int]] = []
+        mask = 0
+        for depth, block in enumerate(blocks):
+            holders = self._holders.get(block, 0)
+            if depth == 0:
+                mask = holders
+            elif (gone := mask & ~holders) != 0:
+                found.append((gone, depth))
+                mask &= holders
+            if not mask:
+                return found
+        if mask:
+            found.append((mask, len(blocks)))
+        return found
+
+    def _drop_holder(self, block: BlockHash, engine: int) -> None:
+        rest = self._holders[block] & ~(1 << engine)
+        if rest:
+            self._holders[block] = rest
+        else:
+            del self._holders[block]
