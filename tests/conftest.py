@@ -62,8 +62,9 @@ def tiny_config(tiny_model: Path) -> dict[str, Any]:
 
 @pytest_asyncio.fixture(scope="session")
 async def split_rollout(tiny_config: dict[str, Any]) -> AsyncIterator[Rollout]:
-    """One prefill and two decode engines with the tiny model. Tests must leave it idle."""
-    async with Rollout.open(tiny_config) as rollout:
+    """One prefill and two decode engines with the tiny model, any of which may hand KV to any
+    other; groups are split. Tests must leave it idle."""
+    async with Rollout.open(tiny_config, overrides=["dispatch.policy=static"]) as rollout:
         yield rollout
 
 

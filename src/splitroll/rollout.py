@@ -69,6 +69,11 @@ class Activity:
         kv_bytes: moved between engines for groups; start-up proofs are left out.
         computed_tokens: prompt tokens computed, by engine.
         recomputed_tokens: prompt tokens that decode computed although they had been handed off.
+        routes: samples by the kind of their route; see `RouteKind`.
+        moves: of samples to another engine, between two segments.
+        estimated_saved_s: by which handoffs were to end the known work sooner than the best routes
+            without one, as estimated when they were chosen; negative for a policy that splits in
+            spite of its estimates, 0 for one that makes none.
     """
 
     handoffs: int
@@ -76,6 +81,9 @@ class Activity:
     recomputed_tokens: int
     retries: int
     computed_tokens: Mapping[str, int]
+    routes: Mapping[str, int]
+    moves: int
+    estimated_saved_s: float
     engines: tuple[EngineSummary, ...]
 
 
@@ -236,9 +244,13 @@ class Rollout:
             vocab_size=self.facts.vocab_size,
         )
 
-    def another_dispatcher(self, policy: str) -> Dispatcher:
-        """Return a dispatcher over the same engines with another policy, for comparisons."""
-        config = load_config(self.config, [f"dispatch.policy={policy}"])
+    def another_dispatcher(self, *overrides: str) -> Dispatcher:
+        """Return a dispatcher over the same engines with other settings, for comparisons.
+
+        Args:
+            overrides: of the section `dispatch`, for instance "dispatch.policy=static".
+        """
+        config = load_config(self.config, overrides)
         return make_dispatcher(config, self.fleet, self._handoff)
 
     @property
@@ -294,6 +306,9 @@ class Rollout:
             recomputed_tokens=stats.recomputed_tokens,
             retries=stats.retries,
             computed_tokens={name: done.computed_tokens for name, done in counters.items()},
+            routes=dict(stats.routes),
+            moves=stats.moves,
+            estimated_saved_s=stats.saved_s,
             engines=tuple(
                 EngineSummary(
                     name=name,

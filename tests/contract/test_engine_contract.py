@@ -39,6 +39,10 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 _ids = itertools.count()
 
 
+def tokens(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+
+
 @dataclass
 class Pair:
     """A prefill and a decode engine, and fresh prompts that no cache has seen."""
@@ -60,12 +64,14 @@ class Pair:
         return await self.prefill.prefill(request)
 
     def request(self, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY, seed: int = 0,
-                kv: object = None, salt: str | None = None) -> DecodeRequest:  # fmt: skip
+                kv: object = None, salt: str | None = None,
+                hands_out: bool = False) -> DecodeRequest:  # fmt: skip
         params = None if kv is None else BACKEND.decode_params(kv)  # type: ignore[arg-type]
+        params = BACKEND.hand_out_params(params) if hands_out else params
         return DecodeRequest(f"d{next(_ids)}", prompt, sampling, seed, params, salt or self.salt)
 
-    async def run(self, request: DecodeRequest) -> DecodeOutput:
-        events = [event async for event in self.decode.decode(request)]
+    async def run(self, request: DecodeRequest, on: Engine | None = None) -> DecodeOutput:
+        events = [event async for event in (on or self.decode).decode(request)]
         assert isinstance(events[-1], DecodeOutput)
         assert all(isinstance(event, FirstToken) for event in events[:-1])
         return events[-1]
@@ -430,3 +436,69 @@ async def test_files_that_lack_a_parameter_are_refused(pair: Pair, tiny_model: P
                 WeightOffer(folder=str(tiny_model), names=(*names, "absent"))
             )
         await load(pair.decode, WeightOffer(folder=str(tiny_model), names=names), 1)
+
+
+async def test_a_cut_sample_hands_out_its_kv_and_another_engine_goes_on_exactly(
+    pair: Pair,
+) -> None:
+    for length in (pair.block - 1, 2 * pair.block + 5):
+        prompt = pair.prompt(length)
+        whole = await pair.run(pair.request(prompt, tokens(16), salt=f"{pair.salt}-w{length}"))
+        first = await pair.run(pair.request(prompt, tokens(9), hands_out=True))
+        assert first.kv is not None
+        so_far = prompt + first.token_ids
+        second = await pair.run(pair.request(so_far, tokens(7), kv=first.kv), on=pair.prefill)
+        assert first.token_ids + second.token_ids == whole.token_ids
+        assert first.logprobs + second.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+        # All KV moved; the last token has none yet, so it is computed as in any step.
+        assert second.cached_tokens >= len(so_far) - 1
+
+
+async def test_a_leader_loads_a_handle_and_hands_out_another(pair: Pair) -> None:
+    prompt = pair.prompt(2 * pair.block + 3)
+    whole = await pair.run(pair.request(prompt, tokens(12), salt=f"{pair.salt}-w"))
+    kv = (await pair.hand_out(prompt)).kv
+    first = await pair.run(pair.request(prompt, tokens(6), kv=kv, hands_out=True))
+    assert first.kv is not None
+    assert first.cached_tokens >= len(prompt) - 1
+    second = await pair.run(
+        pair.request(prompt + first.token_ids, tokens(6), kv=first.kv), on=pair.prefill
+    )
+    assert first.token_ids + second.token_ids == whole.token_ids
+
+
+async def test_a_sample_that_ends_by_itself_hands_out_nothing(pair: Pair) -> None:
+    prompt = pair.prompt(pair.block + 3)
+    whole = await pair.run(pair.request(prompt, tokens(8), salt=f"{pair.salt}-w"))
+    sampling = SamplingParams(
+        max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=(whole.token_ids[4],)
+    )
+    stopped = await pair.run(pair.request(prompt, sampling, hands_out=True))
+    assert stopped.finish_reason == "stop"
+    assert stopped.kv is None
+    await pair.assert_no_block_is_held()
+
+
+async def test_a_handle_to_generated_tokens_can_be_given_back(pair: Pair) -> None:
+    prompt = pair.prompt(2 * pair.block)
+    output = await pair.run(pair.request(prompt, tokens(5), hands_out=True))
+    assert output.kv is not None
+    assert (await pair.decode.load()).pinned == 1
+    await pair.prefill.release(f"r{next(_ids)}", BACKEND.decode_params(output.kv))
+    # Going on where it is needs no handle: what it generated is in the prefix cache.
+    again = await pair.run(pair.request(prompt + output.token_ids, tokens(5)))
+    assert again.cached_tokens >= 2 * pair.block
+    await pair.assert_no_block_is_held()
+
+
+async def test_an_engine_reports_its_steps(pair: Pair) -> None:
+    await pair.decode.steps()
+    prompt = pair.prompt(3 * pair.block + 1)
+    output = await pair.run(pair.request(prompt, tokens(8)))
+    steps = await pair.decode.steps()
+    assert sum(step.prefill_tokens for step in steps) >= len(prompt) - output.cached_tokens
+    assert sum(step.sequences for step in steps) == 7
+    assert all(step.seconds > 0 for step in steps)
+    decoding = [step for step in steps if step.sequences]
+    assert all(step.context_tokens > len(prompt) for step in decoding)
+    assert await pair.decode.steps() == []

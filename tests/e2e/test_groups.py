@@ -113,7 +113,7 @@ async def test_completed_aborted_and_failed_requests_leave_nothing_behind(
     with pytest.raises(Exception, match="max_model_len"):
         await generate(split_rollout, [too_long])
     await assert_no_block_is_held(split_rollout)
-    assert split_rollout._dispatcher.load == {}
+    assert split_rollout.dispatcher.load == {}
     assert len(split_rollout.fleet.ready()) == 3
     groups = await generate(split_rollout, fresh_prompts(2, 50), n=2)
     assert [len(group.samples) for group in groups] == [2, 2]
@@ -123,7 +123,7 @@ async def test_requests_that_decode_refuses_leave_nothing_behind(split_rollout: 
     sampling = SamplingParams(max_tokens=4, stop_token_ids=(10**6,))  # beyond the vocabulary
     begun = asyncio.get_running_loop().time()
     works = [GroupWork(prompt, 2, sampling, 0) for prompt in fresh_prompts(20, 200)]
-    runs = (split_rollout._dispatcher.run(work) for work in works)
+    runs = (split_rollout.dispatcher.run(work) for work in works)
     results = await asyncio.gather(*runs, return_exceptions=True)
     assert {type(result) for result in results} == {InvalidRequest}
     await assert_no_block_is_held(split_rollout)

@@ -120,7 +120,7 @@ async def _ours(arena: Arena, policy: str) -> Runner:
     rollout = arena.rollout
     dispatcher = rollout.dispatcher
     if policy != "adaptive":
-        dispatcher = rollout.another_dispatcher(policy)
+        dispatcher = rollout.another_dispatcher(f"dispatch.policy={policy}")
 
     def tap(steps: Sequence[StepStats]) -> None:
         for step in steps:

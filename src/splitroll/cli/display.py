@@ -85,7 +85,9 @@ def summary_tables(summary: Mapping[str, Any]) -> list[Table]:
         ("wall time", f"{summary['wall_s']:.1f} s"),
         ("handoffs", summary["handoffs"]),
         ("KV moved", f"{summary['kv_bytes'] / 1e6:.1f} MB"),
-        ("routes", ", ".join(f"{n} {kind}" for kind, n in summary["routes"].items())),
+        ("routes", ", ".join(f"{n} {kind}" for kind, n in summary["routes"].items() if n)),
+        ("moves between segments", summary["moves"]),
+        ("saved by handoffs, estimated", f"{summary['estimated_saved_s']:.2f} s"),
     ]
     if summary.get("score_mean") is not None:
         rows.append(("mean score", f"{summary['score_mean']:.3f}"))

@@ -25,7 +25,7 @@ from splitroll.prompts import PromptLike, Tokenizer, read_prompt_file
 from splitroll.rollout import Activity, Rollout, plan_groups, with_score
 from splitroll.samples import SampleFile, run_fingerprint
 from splitroll.tasks import Task, load_task
-from splitroll.types import FailedGroup, SamplingParams
+from splitroll.types import FailedGroup, RouteKind, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,9 @@ def _summary(
         "wall_s": round(wall_s, 3),
         "handoffs": activity.handoffs if activity else 0,
         "kv_bytes": activity.kv_bytes if activity else 0,
-        "routes": {kind: routes[kind] for kind in ("split", "shared", "local")},
+        "routes": {kind.value: routes[kind.value] for kind in RouteKind},
+        "moves": activity.moves if activity else 0,
+        "estimated_saved_s": round(activity.estimated_saved_s, 3) if activity else 0.0,
         "engines": [asdict(engine) for engine in activity.engines] if activity else [],
         "computed_tokens": dict(activity.computed_tokens) if activity else {},
         "recomputed_tokens": activity.recomputed_tokens if activity else 0,

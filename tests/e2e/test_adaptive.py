@@ -1,0 +1,153 @@
+"""Segments, moves between engines, and the adaptive policy on real engines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from dataclasses import replace
+
+import pytest
+
+from splitroll import Rollout, SamplingParams
+from splitroll.dispatch.assembly import GroupWork
+from splitroll.dispatch.books import Snapshot
+from splitroll.dispatch.dispatcher import Dispatcher
+from splitroll.dispatch.policy import GroupRoute, Part, Why, Work
+from splitroll.types import Group, Prompt, RouteKind
+
+pytestmark = pytest.mark.engines
+
+SEGMENT = 16
+
+
+class Fixed:
+    """Begins on one engine and, after every segment, stays there or goes round all engines."""
+
+    name = "fixed"
+    chooses_late = True
+
+    def __init__(self, first: int, *, moves: bool) -> None:
+        self.first = first
+        self.moves = moves
+
+    def decide(self, snapshot: Snapshot, work: Work) -> GroupRoute:
+        if work.held_by < 0:
+            part = Part(self.first, self.first, work.samples)
+        else:
+            to = (work.held_by + 1) % len(snapshot.names) if self.moves else work.held_by
+            part = Part(work.held_by, to, work.samples)
+        return GroupRoute((part,), Why(self.name))
+
+
+def fresh_prompt(tokens: int) -> Prompt:
+    draw = random.Random(os.urandom(8))
+    return Prompt("p", tuple(draw.choices(range(10, 4000), k=tokens)))
+
+
+def dispatcher(rollout: Rollout, first: int, *, moves: bool) -> Dispatcher:
+    rollout.config = rollout.config.model_copy(
+        update={"dispatch": rollout.config.dispatch.model_copy(
+            update={"segment_tokens": SEGMENT})}
+    )  # fmt: skip
+    found = rollout.another_dispatcher("dispatch.policy=adaptive")
+    found.allocator.policy = Fixed(first, moves=moves)
+    return found
+
+
+async def assert_no_block_is_held(rollout: Rollout) -> None:
+    for engine in rollout.fleet.ready():
+        async with asyncio.timeout(5):
+            while (await engine.load()).held_blocks:
+                await asyncio.sleep(0.05)
+
+
+def tokens_of(group: Group) -> list[tuple[int, ...]]:
+    return [sample.token_ids for sample in group.samples]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_where_segments_run_changes_no_token(
+    split_rollout: Rollout, temperature: float
+) -> None:
+    prompt = fresh_prompt(75)
+    sampling = SamplingParams(max_tokens=60, temperature=temperature, ignore_eos=True)
+    work = GroupWork(prompt, 3, sampling, seed=5)
+    groups = [
+        await dispatcher(split_rollout, first, moves=moves).run(work)
+        for first, moves in ((0, False), (1, False), (1, True), (2, True))
+    ]
+    for group in groups[1:]:
+        assert tokens_of(group) == tokens_of(groups[0])
+        for sample, expected in zip(group.samples, groups[0].samples, strict=True):
+            assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+            assert sample.text == expected.text
+    for group in groups[:2]:
+        assert {sample.route.kind for sample in group.samples} == {RouteKind.LOCAL}
+        assert all(sample.route.moved_to == () for sample in group.samples)
+    for group in groups[2:]:
+        assert {sample.route.kind for sample in group.samples} == {RouteKind.MIGRATED}
+        assert all(len(sample.route.moved_to) == 3 for sample in group.samples)
+    if temperature == 0.0:
+        whole = await split_rollout.dispatcher.run(
+            replace(work, sampling=replace(sampling, stop=("no such text",)))
+        )
+        assert tokens_of(whole) == tokens_of(groups[0]), "one that is not segmented"
+    await assert_no_block_is_held(split_rollout)
+
+
+async def test_a_move_brings_all_kv_along(split_rollout: Rollout) -> None:
+    before = await split_rollout.fleet.counters()
+    work = GroupWork(fresh_prompt(96), 1, SamplingParams(max_tokens=50, ignore_eos=True), seed=1)
+    moving = dispatcher(split_rollout, 0, moves=True)
+    (sample,) = (await moving.run(work)).samples
+    await asyncio.sleep(0.2)
+    after = await split_rollout.fleet.counters()
+    assert moving.stats.moves == len(sample.route.moved_to) == 3
+    done = [after[name] - before[name] for name in after]
+    assert sum(one.kv_pulls for one in done) == 3
+    # The prompt once, and then what every step computes: its own token.
+    assert sum(one.computed_tokens for one in done) <= 96 + 3
+    assert moving.load == {}
+    await assert_no_block_is_held(split_rollout)
+
+
+async def test_samples_say_why_they_went_where(split_rollout: Rollout) -> None:
+    adaptive = split_rollout.another_dispatcher("dispatch.policy=adaptive")
+    works = [
+        GroupWork(fresh_prompt(60 + i), 4, SamplingParams(max_tokens=12, ignore_eos=True), seed=i)
+        for i in range(6)
+    ]
+    groups = await asyncio.gather(*(adaptive.run(work) for work in works))
+    for group in groups:
+        assert len(group.samples) == 4
+        for sample in group.samples:
+            assert sample.route.why["policy"] == "adaptive"
+            assert sample.route.why["local_ms"] > 0
+    assert sum(adaptive.stats.routes.values()) == 24
+    assert len({s.route.decode for g in groups for s in g.samples}) == 3, "no engine is left out"
+    assert adaptive.load == {}
+    await assert_no_block_is_held(split_rollout)
+
+
+async def test_a_stopped_group_comes_back_as_it_is_and_can_be_continued(
+    split_rollout: Rollout,
+) -> None:
+    adaptive = split_rollout.another_dispatcher("dispatch.policy=adaptive")
+    sampling = SamplingParams(max_tokens=400, ignore_eos=True)
+    work = GroupWork(fresh_prompt(40), 3, sampling, seed=3)
+    stop = asyncio.Event()
+    running = asyncio.create_task(adaptive.run(work, stop))
+    await asyncio.sleep(0.5)
+    stop.set()
+    part = await asyncio.wait_for(running, 10)
+    assert not part.is_complete
+    assert all(0 < len(s.token_ids) == len(s.logprobs) < 400 for s in part.samples)
+    assert adaptive.load == {}
+    await assert_no_block_is_held(split_rollout)
+    begun = {sample.sample: sample for sample in part.samples}
+    whole = await adaptive.run(replace(work, begun=begun))
+    for sample, before in zip(whole.samples, part.samples, strict=True):
+        assert len(sample.token_ids) == 400
+        assert sample.token_ids[: len(before.token_ids)] == before.token_ids
+    await assert_no_block_is_held(split_rollout)
