@@ -46,11 +46,9 @@ def fresh_prompt(tokens: int) -> Prompt:
 
 
 def dispatcher(rollout: Rollout, first: int, *, moves: bool) -> Dispatcher:
-    rollout.config = rollout.config.model_copy(
-        update={"dispatch": rollout.config.dispatch.model_copy(
-            update={"segment_tokens": SEGMENT})}
-    )  # fmt: skip
-    found = rollout.another_dispatcher("dispatch.policy=adaptive")
+    found = rollout.another_dispatcher(
+        "dispatch.policy=adaptive", f"dispatch.segment_tokens={SEGMENT}"
+    )
     found.allocator.policy = Fixed(first, moves=moves)
     return found
 

@@ -15,6 +15,7 @@ from splitroll.types import Group, Prompt, Role, Sample
 pytestmark = pytest.mark.engines
 
 LENGTHS = (1, 31, 32, 33, 127, 128, 129, 255, 256, 257, 900)
+SPLIT = ("disaggregation.decode_replicas=1", "dispatch.policy=static")
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 TEXTS = (
     "The sun rose over the quiet village as the baker opened his shop and",
@@ -75,7 +76,7 @@ async def test_bfloat16_on_natural_text_equals_colocated() -> None:
     overrides = ["disaggregation.enabled=false", "colocated.replicas=1"]
     async with Rollout.open(config, overrides=overrides) as rollout:
         expected = await samples(rollout, list(TEXTS), greedy)
-    async with Rollout.open(config, overrides=["disaggregation.decode_replicas=1"]) as rollout:
+    async with Rollout.open(config, overrides=SPLIT) as rollout:
         found = await samples(rollout, list(TEXTS), greedy)
     for prompt_id, sample in found.items():
         assert sample.token_ids == expected[prompt_id].token_ids, sample.text

@@ -12,12 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from splitroll.bench.compete import ALTERNATIVES, Course, compete, open_arena, report
+from splitroll.bench.figures import makespan_figure, timeline_figure
 from splitroll.bench.workloads import WORKLOADS
 from splitroll.config import load_checked
 from splitroll.errors import ConfigError, Problem
 
 _DEFAULTS = ("engine.max_model_len=4096", f"engine.kv_cache_memory_bytes={1024**3}")
 """On CPU: room for the longest episodes, and for those of all sessions."""
+
+
+_SHOWN = ("adaptive", "colocated", "static")
+"""Whose engines are shown over time."""
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -50,6 +55,15 @@ async def run(args: argparse.Namespace) -> int:
 def _save(folder: Path, course: Course, results: list[dict[str, Any]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "bench.json").write_text(json.dumps({"workloads": results}, indent=1) + "\n")
+    (folder / "makespans.png").write_bytes(makespan_figure(results))
+    shown = {
+        name: one.last
+        for name, one in course.measured.items()
+        if one.last is not None and one.last.spans and name in _SHOWN
+    }
+    if shown:
+        figure = timeline_figure(course.workload, shown)
+        (folder / f"timeline-{course.workload}.png").write_bytes(figure)
 
 
 def _chosen(flag: str, asked: list[str], known: tuple[str, ...]) -> list[str]:

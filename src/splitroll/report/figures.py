@@ -1,16 +1,14 @@
-"""Figures of training runs, 2000 pixels wide, to be read at 1000."""
+"""Figures of training runs."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from splitroll.errors import ConfigError, Problem
+from splitroll.report.canvas import LIGHT, Theme, new_figure, png, title_and_legend
 from splitroll.report.live import number
 from splitroll.report.steps import (
     PARTS,
@@ -36,27 +34,11 @@ _COLOUR = {
 }
 _LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _DASHES = ("-", "--", "-.", ":")
-_WIDE, _DPI = 10.0, 200
-_LEGEND_WIDE = 108
-"""Letters that fit in a row of the legend."""
-
-
-@dataclass(frozen=True, slots=True)
-class Theme:
-    """The colours of a figure that depend on what is behind it."""
-
-    ink: str
-    paper: str
-    faint: str
-
-
-LIGHT = Theme(ink="#1f2328", paper="#ffffff", faint="#d8dee4")
-DARK = Theme(ink="#e6edf3", paper="#161b22", faint="#30363d")
 
 
 def reward_figure(steps: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
     """Draw the mean reward of every step and of the first and last quarter; returns a PNG."""
-    figure, axes = _figure(4.6, theme)
+    figure, axes = new_figure(4.6, theme)
     numbers = [step.step for step in steps]
     rewards = [step.reward for step in steps]
     window = _window(steps)
@@ -67,8 +49,8 @@ def reward_figure(steps: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
     _draw_quarters(axes, steps, theme)
     axes.set_ylabel("mean reward per sample")
     _step_axis(axes, [steps])
-    _title_and_legend(figure, "Mean reward", theme, axes.get_legend_handles_labels()[0])
-    return _png(figure)
+    title_and_legend(figure, "Mean reward", theme, axes.get_legend_handles_labels()[0])
+    return png(figure)
 
 
 def _draw_quarters(axes: Any, steps: Sequence[StepRecord], theme: Theme) -> None:
@@ -90,7 +72,7 @@ def _change(steps: Sequence[StepRecord]) -> str:
 
 def steps_figure(steps: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
     """Draw where the time of every step went, and the mean step; returns a PNG."""
-    figure, axes = _figure(4.6, theme)
+    figure, axes = new_figure(4.6, theme)
     numbers = [step.step for step in steps]
     parts = [time_parts(step) for step in steps]
     means = mean_parts(steps)
@@ -120,12 +102,12 @@ def steps_figure(steps: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
             alignment="left",
         )
         legend.get_title().set_color(theme.ink)
-    return _png(figure)
+    return png(figure)
 
 
 def write_curves(path: Path, runs: Mapping[str, Sequence[StepRecord]]) -> None:
     """Write the reward of several runs, by label, as one PNG."""
-    figure, axes = _figure(4.6, LIGHT)
+    figure, axes = new_figure(4.6, LIGHT)
     window = min(_window(steps) for steps in runs.values())
     styles = zip(itertools.cycle(_LINES), itertools.cycle(_DASHES), strict=False)
     for (label, steps), (colour, dash) in zip(runs.items(), styles, strict=False):
@@ -141,13 +123,13 @@ def write_curves(path: Path, runs: Mapping[str, Sequence[StepRecord]]) -> None:
     title = "Mean reward, first → last quarter"
     if window > 1:
         title += f"; lines: mean of the last {window} steps"
-    _title_and_legend(figure, title, LIGHT, axes.get_legend_handles_labels()[0])
-    path.write_bytes(_png(figure))
+    title_and_legend(figure, title, LIGHT, axes.get_legend_handles_labels()[0])
+    path.write_bytes(png(figure))
 
 
 def write_comparison(path: Path, runs: Mapping[str, Sequence[StepRecord]]) -> None:
     """Write where the mean step of several runs, by label, spends its time, as one PNG."""
-    figure, axes = _figure(1.7 + 0.75 * len(runs), LIGHT)
+    figure, axes = new_figure(1.7 + 0.75 * len(runs), LIGHT)
     means = {label: mean_parts(steps) for label, steps in runs.items()}
     longest_s = max(sum(parts.values()) for parts in means.values())
     present = [name for name in PARTS if any(name in parts for parts in means.values())]
@@ -183,8 +165,8 @@ def write_comparison(path: Path, runs: Mapping[str, Sequence[StepRecord]]) -> No
     from matplotlib.patches import Patch
 
     handles = [Patch(color=_COLOUR[name], label=name) for name in present]
-    _title_and_legend(figure, "Where a step's time goes", LIGHT, handles)
-    path.write_bytes(_png(figure))
+    title_and_legend(figure, "Where a step's time goes", LIGHT, handles)
+    path.write_bytes(png(figure))
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
@@ -207,29 +189,6 @@ def _window(steps: Sequence[StepRecord]) -> int:
     return max(1, min(10, len(steps) // 4))
 
 
-def _figure(high: float, theme: Theme) -> tuple[Any, Any]:
-    """Return a figure of `high` inches and its axes, with only what is needed drawn."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        hint = "pip install splitroll[train]"
-        raise ConfigError(
-            [Problem("report", "no package matplotlib", "it installed", hint)]
-        ) from exc
-    figure = Figure(figsize=(_WIDE, high), dpi=_DPI, facecolor=theme.paper, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot(facecolor=theme.paper)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(theme.ink)
-    axes.tick_params(colors=theme.ink, labelsize=11)
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set(color=theme.ink, fontsize=12)
-    axes.grid(visible=True, axis="y", color=theme.faint, lw=0.8)
-    axes.set_axisbelow(True)
-    return figure, axes
-
-
 def _step_axis(axes: Any, runs: Iterable[Sequence[StepRecord]]) -> None:
     from matplotlib.ticker import MaxNLocator
 
@@ -239,27 +198,6 @@ def _step_axis(axes: Any, runs: Iterable[Sequence[StepRecord]]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def _title_and_legend(figure: Any, title: str, theme: Theme, handles: Sequence[Any]) -> None:
-    """Title at the left, and the legend between it and the axes, in as few rows as fit."""
-    wide = [len(handle.get_label()) + 5 for handle in handles]
-    columns = len(wide) if sum(wide) <= _LEGEND_WIDE else max(1, _LEGEND_WIDE // max(wide))
-    legend = figure.legend(
-        handles=handles,
-        loc="outside upper left",
-        ncols=columns,
-        frameon=False,
-        labelcolor=theme.ink,
-        fontsize=11,
-        title=title,
-        title_fontproperties={"weight": "bold", "size": 13},
-        alignment="left",
-        borderaxespad=0.2,
-        columnspacing=1.4,
-        handlelength=1.8,
-    )
-    legend.get_title().set_color(theme.ink)
-
-
 def _inside(axes: Any, x: float, y: float, text: str, background: str) -> None:
     """Write on a coloured surface, in what can be read on it."""
     red, green, blue = (int(background[i : i + 2], 16) for i in (1, 3, 5))
@@ -267,9 +205,3 @@ def _inside(axes: Any, x: float, y: float, text: str, background: str) -> None:
     axes.text(
         x, y, text, ha="center", va="center", fontsize=11, color="#ffffff" if dark else "#000000"
     )
-
-
-def _png(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", facecolor=figure.get_facecolor())
-    return buffer.getvalue()

@@ -12,7 +12,8 @@ from html import escape
 from pathlib import Path
 
 import splitroll
-from splitroll.report.figures import DARK, reward_figure, steps_figure
+from splitroll.report.canvas import DARK
+from splitroll.report.figures import reward_figure, steps_figure
 from splitroll.report.live import number
 from splitroll.report.steps import (
     StepRecord,
