@@ -77,6 +77,8 @@ class GroupWork:
     seed: int
     begun: Mapping[int, Sample] = field(default_factory=dict)
     """Samples by index that a weight update ended early, to be continued; or complete."""
+    episode_id: str | None = None
+    """Turns with equal ids continue each other."""
 
 
 @dataclass(slots=True)
