@@ -33,6 +33,10 @@ class Tokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._inner.encode(text))
 
+    def encode_part(self, text: str) -> tuple[int, ...]:
+        """Encode what continues a prompt, without special tokens of the tokenizer's own."""
+        return tuple(self._inner.encode(text, add_special_tokens=False))
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Apply the model's chat template, ready for the assistant's turn."""
         text = self._inner.apply_chat_template(

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from splitroll.config import Config, load_checked
 from splitroll.config.rules import max_model_len
 from splitroll.dispatch.dispatcher import Dispatcher, GroupWork
 from splitroll.engines.protocol import Engine
+from splitroll.environment import AnyEnvironment, Encode, EnvironmentFactory, EpisodeGroup
+from splitroll.episodes import EpisodeLimits, run_episodes
 from splitroll.errors import FleetError, InvalidRequest, Problem
 from splitroll.fleet.fleet import Fleet, Launcher, Prover
 from splitroll.fleet.prove import PairProof, proof_prompt, prove_pairs
@@ -46,6 +58,8 @@ _CLEANUP_MARGIN_S = 10.0
 
 OnError = Literal["raise", "yield"]
 OnState = Callable[[Fleet], None]
+_Outcome = Group | EpisodeGroup | FailedGroup
+_Run = Callable[[GroupWork], Awaitable[Group | EpisodeGroup]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +171,43 @@ class Rollout:
                 if not eventful:
                     launcher.tidy()
 
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[PromptLike],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_error: OnError = "raise",
+        environment: None = None,
+    ) -> AsyncIterator[Group | FailedGroup]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[PromptLike],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_error: OnError = "raise",
+        environment: AnyEnvironment,
+        max_turns: int | None = None,
+        encode: Encode | None = None,
+    ) -> AsyncIterator[EpisodeGroup | FailedGroup]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[PromptLike],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_error: OnError = "raise",
+        environment: AnyEnvironment | None = None,
+        max_turns: int | None = None,
+        encode: Encode | None = None,
+    ) -> AsyncIterator[Group | EpisodeGroup | FailedGroup]: ...
+
     async def generate(
         self,
         prompts: Iterable[PromptLike],
@@ -164,8 +215,15 @@ class Rollout:
         n: int = 1,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         on_error: OnError = "raise",
-    ) -> AsyncIterator[Group | FailedGroup]:
+        environment: AnyEnvironment | None = None,
+        max_turns: int | None = None,
+        encode: Encode | None = None,
+    ) -> AsyncIterator[Group | EpisodeGroup | FailedGroup]:
         """Generate n samples of every prompt; yields groups as they complete, in any order.
+
+        With an environment each sample is an episode, and what is yielded are `EpisodeGroup`s:
+        the first turns of a prompt are one group, and then every episode goes on by itself. Its
+        budget of tokens is `max_tokens`, the environment's included.
 
         Args:
             prompts: texts, lists of token ids, chat messages, `Prompt`s, or mappings with one of
@@ -178,27 +236,32 @@ class Rollout:
                 if None.
             on_error: "raise" ends everything at the first group that cannot be completed;
                 "yield" yields a FailedGroup in its place and goes on.
+            environment: answers every turn of the model, or makes what does.
+            max_turns: of the model in an episode; as many as its budget allows if None.
+            encode: makes token ids of an environment's texts; the model's own tokenizer if None.
 
         Raises:
             InvalidRequest: with every prompt that cannot be served, before anything is generated.
             GroupFailed: see `on_error`.
         """
         sampling = sampling or SamplingParams()
+        run = self._runner(environment, max_turns, encode)
         # In a thread: encoding many texts must not keep the engines' answers waiting.
         works = await asyncio.to_thread(self.plan, prompts, n=n, sampling=sampling)
         waiting = iter(works)
-        running: set[asyncio.Task[Group | FailedGroup]] = set()
+        running: set[asyncio.Task[_Outcome]] = set()
         try:
             while True:
                 while len(running) < self.config.dispatch.max_queued_groups:
                     work = next(waiting, None)
                     if work is None:
                         break
-                    running.add(asyncio.create_task(self._run(work, on_error)))
+                    running.add(asyncio.create_task(_guarded(run, work, on_error)))
                 if not running:
                     return
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
+                    running.remove(task)  # one by one: the errors of the others are taken below
                     yield task.result()
         finally:
             for task in running:
@@ -291,13 +354,53 @@ class Rollout:
             ),
         )
 
-    async def _run(self, work: GroupWork, on_error: OnError) -> Group | FailedGroup:
-        try:
-            return await self._dispatcher.run(work)
-        except Exception as exc:  # a wall: one group's fault must not end the others
-            if on_error == "raise":
-                raise
-            return FailedGroup(work.prompt, exc)
+    def _runner(
+        self, environment: AnyEnvironment | None, max_turns: int | None, encode: Encode | None
+    ) -> _Run:
+        """Return what generates one group, or one prompt's episodes.
+
+        Raises:
+            InvalidRequest: when an environment cannot be asked, or is missing.
+        """
+        problems = list(_environment_problems(environment, max_turns, encode))
+        if problems:
+            raise InvalidRequest(problems)
+        if environment is None:
+            return self._dispatcher.run
+        return functools.partial(
+            run_episodes,
+            self._dispatcher.run,
+            environment=environment,
+            encode=encode or self._tokenizer.encode_part,
+            limits=EpisodeLimits(
+                timeout_s=self.config.limits.environment_timeout_s,
+                vocab_size=self.facts.vocab_size,
+                max_turns=max_turns,
+            ),
+        )
+
+
+async def _guarded(run: _Run, work: GroupWork, on_error: OnError) -> _Outcome:
+    try:
+        return await run(work)
+    except Exception as exc:  # a wall: one group's fault must not end the others
+        if on_error == "raise":
+            raise
+        return FailedGroup(work.prompt, exc)
+
+
+def _environment_problems(environment: Any, max_turns: Any, encode: Any) -> Iterator[Problem]:
+    for name, value in (("max_turns", max_turns), ("encode", encode)):
+        if environment is None and value is not None:
+            yield Problem(name, "given", "with an environment", "give one, or leave it out")
+    if max_turns is not None and (type(max_turns) is not int or max_turns < 1):
+        found, hint = repr(max_turns), "allow 1 or more, or leave it out"
+        yield Problem("max_turns", found, "a whole number from 1", hint)
+    asked = isinstance(environment, EnvironmentFactory) or hasattr(environment, "observe")
+    if environment is not None and (isinstance(environment, type) or not asked):
+        found = repr(environment)
+        hint = "see splitroll.environment"
+        yield Problem("environment", found, "an object with `observe` or `make`", hint)
 
 
 def plan_groups(
