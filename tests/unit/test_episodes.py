@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fake_engines import VOCAB, FakeEngines, place
 from splitroll.dispatch.dispatcher import GroupWork
 from splitroll.environment import Answer, Episode, EpisodeGroup, collect
 from splitroll.episodes import EpisodeLimits, run_episodes
@@ -20,62 +21,9 @@ from splitroll.errors import FleetFenced, GroupFailed
 from splitroll.types import (
     Group,
     Prompt,
-    Route,
-    RouteKind,
-    Sample,
     SamplingParams,
-    Timing,
-    VersionSpan,
     derive_seed,
 )
-
-VOCAB = 1000
-
-
-def place(work: GroupWork, index: int) -> tuple[int, int]:
-    """Return sample and turn, from 0, that a work's sample is."""
-    if work.episode_id is None:
-        return index, 0
-    _, sample, turn = work.prompt.id.rsplit("/", 2)
-    return int(sample), int(turn)
-
-
-@dataclass
-class FakeEngines:
-    """Draws tokens from a sample's seed, as many as `length` says, and `abort`s what it names."""
-
-    length: Callable[[int, int], int] = lambda sample, turn: 2
-    aborted: Callable[[int, int], bool] = lambda sample, turn: False
-    before: Callable[[int, int], Awaitable[None]] | None = None
-    works: list[GroupWork] = field(default_factory=list)
-
-    async def run(self, work: GroupWork) -> Group:
-        self.works.append(work)
-        if self.before is not None:
-            await self.before(*place(work, 0))
-        return Group(work.prompt, tuple(self._sample(work, i) for i in range(work.n)))
-
-    def _sample(self, work: GroupWork, index: int) -> Sample:
-        seed = derive_seed(work.seed, index)
-        at = place(work, index)
-        count = min(self.length(*at), work.sampling.max_tokens)
-        token_ids = tuple(derive_seed(seed, i) % VOCAB for i in range(count))
-        full = count == work.sampling.max_tokens
-        return Sample(
-            id=work.prompt.id,
-            sample=index,
-            prompt_token_ids=work.prompt.token_ids,
-            token_ids=token_ids,
-            text="",
-            logprobs=tuple(-0.5 - token / VOCAB for token in token_ids),
-            finish_reason="abort" if self.aborted(*at) else "length" if full else "stop",
-            seed=seed,
-            weight_version=0,
-            prefill_version=0,
-            weight_versions=(VersionSpan(0, 0, count),),
-            route=Route(RouteKind.LOCAL, "both-0", "both-0"),
-            timing=Timing(0.0, 0.0, 0.0, 0.0),
-        )
 
 
 def work(n: int = 2, budget: int = 50, prompt: Sequence[int] = (1, 2, 3)) -> GroupWork:
