@@ -224,7 +224,7 @@ class _Player:
         try:
             async with asyncio.timeout(self.limits.timeout_s):
                 await session.close()
-        except Exception:  # a wall: what ended the episode is told, and this did not
+        except Exception:  # a wall: the episode has ended for another reason, which is told
             log.exception("prompt %s, sample %d: closing failed", self.work.prompt.id, self.index)
 
     def _failed(self, turn: int, *causes: str) -> GroupFailed:
@@ -277,9 +277,10 @@ class _Session:
 
     async def close(self) -> None:
         """Close what was made; without waiting while a call that was left behind still runs."""
+        if not isinstance(self._source, EnvironmentFactory):
+            return
         if self._last is not None and not self._last.done():
-            loop = asyncio.get_running_loop()
-            _start(self._close_late, self._last, loop)
+            _start(self._close_late, self._last, asyncio.get_running_loop())
         elif self._environment is not None:
             await self._call(self._environment.close)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_tokenizer import CHATML, chat_tokenizer
@@ -54,6 +54,7 @@ def ids(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 @TEMPLATES
+@settings(deadline=None)
 @given(question=SAID, answer=SAID, said=TALK, data=st.data())
 def test_a_conversation_is_what_the_template_itself_would_write(
     template: str, end: str, question: str, answer: str, said: list[str], data: st.DataObject

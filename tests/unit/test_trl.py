@@ -301,6 +301,51 @@ def test_an_observation_that_leaves_no_room_ends_the_episode(
     assert [work.n for work in rollout.works] == [2, 2]
 
 
+def test_environments_of_skyrl_gym_are_made_for_each_completion(
+    make_trainer: Any, rollout: FakeRollout, tiny_model: Path
+) -> None:
+    pytest.importorskip("skyrl_gym")
+    from splitroll.integrations.skyrl_gym import SkyRLGym
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model, padding_side="left")
+    tokenizer.chat_template = (
+        "{% for m in messages %} {{ m.role }} {{ m.content }} w7{% endfor %}"
+        "{% if add_generation_prompt %} w9{% endif %}"
+    )
+    chats = [{"prompt": [{"role": "user", "content": f"w{i}"}]} for i in range(10, 14)]
+    rows = {
+        chat["prompt"][0]["content"]: {
+            **chat, "env_class": "gsm8k_multi_turn", "reward_spec": {"ground_truth": "42"},
+            "max_turns": 2,
+        }
+        for chat in chats
+    }  # fmt: skip
+    gym = SkyRLGym(tokenizer, row=lambda prompt: rows[prompt.metadata["prompt"][0]["content"]])
+    seen: list[dict[str, Any]] = []
+
+    def from_environment(env_rewards: list[tuple[float, ...]], **kwargs: Any) -> list[float]:
+        seen.append({"env_rewards": env_rewards, **kwargs})
+        return [sum(rewards) for rewards in env_rewards]
+
+    original = rollout._sample
+    rollout._sample = lambda work, index: original(  # type: ignore[method-assign]
+        replace(work, sampling=replace(work.sampling, max_tokens=2)), index
+    )
+    trainer = make_trainer(
+        TrlBridge(rollout, gym), reward=from_environment, max_completion_length=60, max_steps=1,
+        trainer={"train_dataset": Dataset.from_list(chats), "processing_class": tokenizer},
+    )  # fmt: skip
+    trainer.train()
+    (given,) = seen
+    assert given["env_rewards"] == [(0.0, 0.0)] * 4
+    assert given["ended"] == ["environment"] * 4
+    for first, second in given["samples"]:
+        written = second.prompt_token_ids[len(first.prompt_token_ids) + 2 :]
+        # The end of the turn, if it has sampled none itself; the user's message; the next turn.
+        assert written[-2:] == (7, 9)
+        assert written[0] == (2 if first.token_ids[-1] == 7 else 7)
+
+
 def test_an_environment_that_fails_ends_the_training_by_name(
     make_trainer: Any, rollout: FakeRollout
 ) -> None:
