@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,9 @@ from typing import Any, Self
 import torch
 from transformers import AutoModelForCausalLM
 
+from splitroll.dispatch.assembly import GroupWork
+from splitroll.environment import AnyEnvironment, Encode, EpisodeGroup
+from splitroll.episodes import EpisodeLimits, run_episodes
 from splitroll.rollout import Activity
 from splitroll.types import (
     Group,
@@ -43,14 +47,22 @@ class Call:
 
 
 class FakeRollout:
-    """Samples from the weights that were pushed last, so that log-probabilities can be checked."""
+    """Samples from the weights that were pushed last, so that log-probabilities can be checked.
+
+    Episodes are played as a real rollout plays them; only what generates their turns is made up.
+
+    Attributes:
+        calls: of `generate`.
+        works: every group that was generated, later turns of episodes included.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._manifest = checkpoint_manifest(folder)
         self.calls: list[Call] = []
         self.pushes: list[dict[str, torch.Tensor]] = []
-        self.spoil: Callable[[Group], Group | None] = lambda group: group
+        self.works: list[GroupWork] = []
+        self.spoil: Callable[[Any], Any] = lambda group: group
 
     def __enter__(self) -> Self:
         return self
@@ -66,22 +78,43 @@ class FakeRollout:
         return Report(len(self.pushes))
 
     def generate(
-        self, prompts: Sequence[Prompt], *, n: int, sampling: Sequence[SamplingParams]
-    ) -> Iterator[Group]:
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        n: int,
+        sampling: Sequence[SamplingParams],
+        environment: AnyEnvironment | None = None,
+        encode: Encode | None = None,
+    ) -> Iterator[Group | EpisodeGroup]:
         self.calls.append(Call(prompts, n, sampling))
         pairs = list(zip(prompts, sampling, strict=True))
         random.Random(len(self.calls)).shuffle(pairs)
         for prompt, params in pairs:
-            samples = tuple(self._sample(prompt, params, i) for i in range(n))
-            if (group := self.spoil(Group(prompt, samples))) is not None:
+            work = GroupWork(prompt, n, params, derive_seed(params.seed or 0, prompt.id))
+            group = self.spoil(asyncio.run(self._group(work, environment, encode)))
+            if group is not None:
                 yield group
 
     def activity(self) -> Activity:
-        return Activity(sum(len(call.prompts) for call in self.calls), 0, 0, 0, {}, ())
+        return Activity(len(self.works), 0, 0, 0, {}, ())
+
+    async def _group(
+        self, work: GroupWork, environment: AnyEnvironment | None, encode: Encode | None
+    ) -> Group | EpisodeGroup:
+        if environment is None:
+            return await self._run(work)
+        assert encode is not None
+        limits = EpisodeLimits(60.0, self.model.config.vocab_size)
+        return await run_episodes(self._run, work, environment, encode, limits)
+
+    async def _run(self, work: GroupWork) -> Group:
+        self.works.append(work)
+        return Group(work.prompt, tuple(self._sample(work, i) for i in range(work.n)))
 
     @torch.no_grad()
-    def _sample(self, prompt: Prompt, params: SamplingParams, index: int) -> Sample:
-        seed = derive_seed(params.seed or 0, prompt.id, index)
+    def _sample(self, work: GroupWork, index: int) -> Sample:
+        prompt, params = work.prompt, work.sampling
+        seed = derive_seed(work.seed, index)
         draw = torch.Generator().manual_seed(seed)
         ids, logprobs = list(prompt.token_ids), []
         ends = False

@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from splitroll.blocking import BlockingRollout
     from splitroll.config import Config, load_config
-    from splitroll.environment import Environment, Episode
+    from splitroll.environment import Answer, Environment, EnvironmentFactory, Episode, EpisodeGroup
     from splitroll.errors import ConfigError, GroupFailed, InvalidRequest, SplitrollError
     from splitroll.rollout import Activity, Rollout
     from splitroll.types import FailedGroup, Group, Prompt, Route, Sample, SamplingParams, Timing
 
 _HOMES = {
     "Activity": "rollout",
+    "Answer": "environment",
     "BlockingRollout": "blocking",
     "Config": "config",
     "ConfigError": "errors",
     "Environment": "environment",
+    "EnvironmentFactory": "environment",
     "Episode": "environment",
+    "EpisodeGroup": "environment",
     "FailedGroup": "types",
     "Group": "types",
     "GroupFailed": "errors",
@@ -48,11 +51,14 @@ def __getattr__(name: str) -> Any:
 if TYPE_CHECKING:
     _checked = (
         Activity,
+        Answer,
         BlockingRollout,
         Config,
         ConfigError,
         Environment,
+        EnvironmentFactory,
         Episode,
+        EpisodeGroup,
         FailedGroup,
         Group,
         GroupFailed,

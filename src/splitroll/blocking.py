@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mappin
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from splitroll.config import Config
+from splitroll.environment import AnyEnvironment, Encode, EpisodeGroup
 from splitroll.prompts import PromptLike
 from splitroll.rollout import Activity, OnError, Rollout
 from splitroll.types import FailedGroup, Group, SamplingParams
@@ -69,6 +70,7 @@ class BlockingRollout:
         finally:
             self._stop()
 
+    @overload
     def generate(
         self,
         prompts: Iterable[PromptLike],
@@ -76,9 +78,48 @@ class BlockingRollout:
         n: int = 1,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         on_error: OnError = "raise",
-    ) -> Iterator[Group | FailedGroup]:
+        over_sample: int = 0,
+        environment: None = None,
+    ) -> Iterator[Group | FailedGroup]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[PromptLike],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_error: OnError = "raise",
+        over_sample: int = 0,
+        environment: AnyEnvironment,
+        max_turns: int | None = None,
+        encode: Encode | None = None,
+    ) -> Iterator[EpisodeGroup | FailedGroup]: ...
+
+    def generate(
+        self,
+        prompts: Iterable[PromptLike],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_error: OnError = "raise",
+        over_sample: int = 0,
+        environment: AnyEnvironment | None = None,
+        max_turns: int | None = None,
+        encode: Encode | None = None,
+    ) -> Iterator[Group | EpisodeGroup | FailedGroup]:
         """Yield groups as they complete; see `Rollout.generate`."""
-        stream = self._open().generate(prompts, n=n, sampling=sampling, on_error=on_error)
+        asked: Any = environment  # of either overload
+        stream = self._open().generate(
+            prompts,
+            n=n,
+            sampling=sampling,
+            on_error=on_error,
+            over_sample=over_sample,
+            environment=asked,
+            max_turns=max_turns,
+            encode=encode,
+        )
         try:
             while (group := self._wait(_next(stream))) is not None:
                 yield group

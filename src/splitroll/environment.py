@@ -1,22 +1,26 @@
-"""Conversations with an environment, token-exact.
+"""Conversations with an environment, token-exact: the values, and what an environment is.
 
 An episode is one sample that an environment may continue: the model's turn, what the environment
 answers, the model's next turn. Every turn's prompt is the tokens before it, as they were sampled
 and as the environment wrote them; nothing is decoded and tokenised again. The budget of tokens
-counts for the whole episode, the environment's included.
+counts for the whole episode, the environment's included. `splitroll.episodes` plays them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from splitroll.errors import GroupFailed
-from splitroll.types import FailedGroup, Group, Prompt, Sample, SamplingParams
+from splitroll.types import FailedGroup, Group, Prompt, Sample
 
 Encode = Callable[[str], Sequence[int]]
 """A text to token ids, without special tokens of its own."""
+
+Ended = Literal["environment", "max_turns", "budget", "abort"]
+"""Why an episode ended. environment: it said so. max_turns: the call allows no more turns. budget:
+no token can be sampled after the observation. abort: a weight update ended its last turn early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +31,20 @@ class Episode:
         prompt: the first prompt; `prompt.metadata` is what the caller gave with it.
         turns: the model's; the prompt of each holds all tokens before it.
         observations: token ids that the environment wrote after each turn but the last.
+        sample: index among the prompt's episodes, from 0.
+        rewards: what the environment gave for each turn that it answered: for every turn, once
+            the episode has ended, except one that was ended early.
+        environment_s: seconds that each of these answers took.
+        ended: None while it goes on, and where no environment was asked.
     """
 
     prompt: Prompt
     turns: tuple[Sample, ...]
     observations: tuple[tuple[int, ...], ...] = ()
+    sample: int = 0
+    rewards: tuple[float, ...] = ()
+    environment_s: tuple[float, ...] = ()
+    ended: Ended | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -59,11 +72,49 @@ class Episode:
         return parts
 
 
-class Environment(Protocol):
-    """What answers the model's turns."""
+@dataclass(frozen=True, slots=True)
+class EpisodeGroup:
+    """All n episodes of one prompt, in order of their index."""
 
-    def observe(self, episode: Episode) -> str | Sequence[int] | None:
+    prompt: Prompt
+    episodes: tuple[Episode, ...]
+
+    @property
+    def id(self) -> str:
+        return self.prompt.id
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no episode was ended early by a weight update."""
+        return all(episode.ended != "abort" for episode in self.episodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An environment's answer to a turn, where it has more to say than what follows it.
+
+    Attributes:
+        observation: what follows the turn, as a text or token ids; None ends the episode.
+        reward: for the turn.
+    """
+
+    observation: str | Sequence[int] | None
+    reward: float = 0.0
+
+
+Answered: TypeAlias = Answer | str | Sequence[int] | None
+"""An `Answer`, or its observation alone."""
+
+
+class Environment(Protocol):
+    """What answers the model's turns; episodes ask it side by side."""
+
+    def observe(self, episode: Episode) -> Answered | Awaitable[Answered]:
         """Return what follows the episode's last turn, or None to end it.
+
+        It is asked after every whole turn, also where no room is left for another one: the last
+        turn is rewarded, too. A plain method runs in a thread of its own, `async def` on the event
+        loop, either for at most `limits.environment_timeout_s`.
 
         A text is tokenised on its own, without special tokens: markers of the chat template,
         such as the opening of the next assistant turn, belong into it. A sampled end-of-sequence
@@ -71,128 +122,84 @@ class Environment(Protocol):
         """
 
 
-class Generate(Protocol):
-    """`BlockingRollout.generate`, as far as it is used here."""
+class ClosableEnvironment(Environment, Protocol):
+    """The environment of one episode."""
 
-    def __call__(
-        self, prompts: Sequence[Prompt], *, n: int, sampling: Sequence[SamplingParams]
-    ) -> Iterable[Group | FailedGroup]: ...
+    def close(self) -> Awaitable[None] | None:
+        """Release what it holds: called once, however the episode ended, after the last answer."""
 
 
-def play(
-    generate: Generate,
-    prompts: Sequence[Prompt],
-    n: int,
-    sampling: SamplingParams,
-    environment: Environment | None = None,
-    encode: Encode | None = None,
-) -> list[Episode]:
-    """Play n episodes of every prompt, prompt by prompt in the order given.
+@runtime_checkable
+class EnvironmentFactory(Protocol):
+    """Makes an environment for each episode: for environments that keep a state."""
 
-    The first turn of a prompt is one group of n samples; later turns are groups of one, since
-    their prompts differ. An observation that leaves no room for a token to be sampled ends its
-    episode and is dropped, so an episode always ends with a sampled token.
+    def make(self, prompt: Prompt, sample: int) -> ClosableEnvironment:
+        """Return a fresh environment for an episode whose first turn is there; runs in a thread.
 
-    Args:
-        sampling: `max_tokens` is the budget of an episode, the environment's tokens included.
-        encode: needed when the environment answers with texts.
+        Args:
+            sample: index among the prompt's episodes.
+        """
 
-    Raises:
-        GroupFailed: when any sample is missing or incomplete; no shorter list is returned.
-    """
-    groups = collect(generate(prompts, n=n, sampling=[sampling] * len(prompts)), prompts, n)
-    episodes = [Episode(prompt, (sample,)) for prompt in prompts for sample in groups[prompt.id]]
-    if environment is None:
-        return episodes
-    going = list(range(len(episodes)))
-    while going:
-        observed = {i: _observation(episodes[i], environment, encode) for i in going}
-        asked = {
-            i: turn
-            for i, tokens in observed.items()
-            if tokens is not None
-            and (turn := _next_turn(episodes[i], i % n, tokens, sampling)) is not None
-        }
-        turns = [prompt for prompt, _ in asked.values()]
-        if turns:
-            samplings = [one for _, one in asked.values()]
-            done = collect(generate(turns, n=1, sampling=samplings), turns, 1)
-            for i, (prompt, _) in asked.items():
-                episodes[i] = _extended(episodes[i], prompt, done[prompt.id][0])
-        going = list(asked)
-    return episodes
+
+AnyEnvironment: TypeAlias = Environment | EnvironmentFactory
 
 
 def collect(
-    groups: Iterable[Group | FailedGroup], prompts: Sequence[Prompt], n: int
-) -> Mapping[str, tuple[Sample, ...]]:
-    """Return the n samples of each prompt, by its id, from groups that come in any order.
+    groups: Iterable[Group | EpisodeGroup | FailedGroup], prompts: Sequence[Prompt], n: int
+) -> list[Episode]:
+    """Return n episodes of every prompt, prompt by prompt in the order given.
+
+    Args:
+        groups: in any order; a sample of a `Group` is an episode of one turn.
 
     Raises:
-        GroupFailed: when one failed, is missing, or is not made of n whole samples of its prompt.
+        GroupFailed: when one failed, is missing, or is not made of n whole episodes of its prompt;
+            no shorter list is returned.
     """
     asked = {prompt.id: prompt for prompt in prompts}
-    done: dict[str, tuple[Sample, ...]] = {}
+    done: dict[str, tuple[Episode, ...]] = {}
     for group in groups:
         if isinstance(group, FailedGroup):
             raise group.error
         if group.id not in asked or group.id in done:
             raise GroupFailed(group.id, ["it was not asked for, or came twice"])
-        if (fault := _fault(group, asked[group.id], n)) is not None:
+        episodes = _episodes(group)
+        if (fault := _fault(episodes, asked[group.id], n)) is not None:
             raise GroupFailed(group.id, [fault])
-        done[group.id] = group.samples
+        done[group.id] = episodes
     for prompt_id in asked:
         if prompt_id not in done:
             raise GroupFailed(prompt_id, ["the rollout ended without it"])
-    return done
+    return [episode for prompt in prompts for episode in done[prompt.id]]
 
 
-def _fault(group: Group, prompt: Prompt, n: int) -> str | None:
-    if [sample.sample for sample in group.samples] != list(range(n)):
-        return f"it has {len(group.samples)} samples, and {n} were asked for"
-    for sample in group.samples:
-        if sample.prompt_token_ids != prompt.token_ids:
-            return f"sample {sample.sample} is of another prompt"
-        if sample.finish_reason == "abort":
-            return f"sample {sample.sample} was ended early, by a weight update"
-        if not sample.token_ids:
-            return f"sample {sample.sample} has no tokens"
-        if len(sample.logprobs) != len(sample.token_ids):
-            counts = f"{len(sample.logprobs)} log-probabilities for {len(sample.token_ids)} tokens"
-            return f"sample {sample.sample} has {counts}"
+def turn_fault(turn: Sample, prompt_token_ids: Sequence[int]) -> str | None:
+    """Return what is wrong with a turn that was generated from these tokens; None if nothing."""
+    if turn.prompt_token_ids != prompt_token_ids:
+        return "is of another prompt"
+    if len(turn.logprobs) != len(turn.token_ids):
+        return f"has {len(turn.logprobs)} log-probabilities for {len(turn.token_ids)} tokens"
+    if not turn.token_ids and turn.finish_reason != "abort":
+        return "has no tokens"
     return None
 
 
-def _observation(
-    episode: Episode, environment: Environment, encode: Encode | None
-) -> tuple[int, ...] | None:
-    given = environment.observe(episode)
-    if given is None:
-        return None
-    if not isinstance(given, str):
-        return tuple(given)
-    if encode is None:
-        raise TypeError("the environment answers with a text: give `encode`, or return token ids")
-    return tuple(encode(given))
+def _episodes(group: Group | EpisodeGroup) -> tuple[Episode, ...]:
+    if isinstance(group, EpisodeGroup):
+        return group.episodes
+    return tuple(Episode(group.prompt, (one,), sample=one.sample) for one in group.samples)
 
 
-def _next_turn(
-    episode: Episode, index: int, observation: tuple[int, ...], sampling: SamplingParams
-) -> tuple[Prompt, SamplingParams] | None:
-    """Return the prompt of the next turn with its sampling; None where no room is left."""
-    room = sampling.max_tokens - len(episode.token_ids) - len(observation)
-    if room < 1:
-        return None
-    turn = Prompt(
-        id=f"{episode.prompt.id}/{index}/{len(episode.turns)}",
-        token_ids=episode.prompt.token_ids + episode.token_ids + observation,
-        metadata=episode.prompt.metadata,
-    )
-    limited = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
-    return turn, limited
-
-
-def _extended(episode: Episode, prompt: Prompt, sample: Sample) -> Episode:
-    before = len(episode.prompt.token_ids) + len(episode.token_ids)
-    observation = prompt.token_ids[before:]
-    return Episode(episode.prompt, (*episode.turns, sample), (*episode.observations, observation))
+def _fault(episodes: Sequence[Episode], prompt: Prompt, n: int) -> str | None:
+    if [episode.sample for episode in episodes] != list(range(n)):
+        return f"it has {len(episodes)} samples, and {n} were asked for"
+    for episode in episodes:
+        before = prompt.token_ids
+        for turn, observation in zip(episode.turns, (*episode.observations, ()), strict=True):
+            fault = turn_fault(turn, before)
+            if turn.finish_reason == "abort":
+                fault = "was ended early, by a weight update"
+            if fault is not None:
+                return f"sample {episode.sample} {fault}"
+            before += turn.token_ids + observation
+    return None

@@ -33,6 +33,14 @@ class Tokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._inner.encode(text))
 
+    def encode_part(self, text: str) -> tuple[int, ...]:
+        """Encode what continues a prompt, without special tokens of the tokenizer's own."""
+        return tuple(self._inner.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return what tokens say, without special ones."""
+        return str(self._inner.decode(list(token_ids), skip_special_tokens=True))
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Apply the model's chat template, ready for the assistant's turn."""
         text = self._inner.apply_chat_template(

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import math
 import os
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from splitroll.config import Config, load_checked, load_config
 from splitroll.config.rules import max_model_len
@@ -18,6 +29,8 @@ from splitroll.dispatch.assembly import GroupWork
 from splitroll.dispatch.dispatcher import Dispatcher
 from splitroll.dispatch.observe import observed
 from splitroll.engines.protocol import Engine
+from splitroll.environment import AnyEnvironment, Encode, EnvironmentFactory, EpisodeGroup
+from splitroll.episodes import EpisodeLimits, run_episodes
 from splitroll.errors import FleetError, InvalidRequest, Problem
 from splitroll.fleet.fleet import Fleet, Launcher, Prover
 from splitroll.fleet.prove import PairProof, proof_prompt, prove_pairs
@@ -48,6 +61,8 @@ _CLEANUP_MARGIN_S = 10.0
 
 OnError = Literal["raise", "yield"]
 OnState = Callable[[Fleet], None]
+_Outcome = Group | EpisodeGroup | FailedGroup
+_Run = Callable[[GroupWork], Awaitable[Group | EpisodeGroup]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +96,10 @@ class Activity:
     recomputed_tokens: int
     retries: int
     computed_tokens: Mapping[str, int]
-    routes: Mapping[str, int]
-    moves: int
-    estimated_saved_s: float
     engines: tuple[EngineSummary, ...]
+    routes: Mapping[str, int] = field(default_factory=dict)
+    moves: int = 0
+    estimated_saved_s: float = 0.0
 
 
 class Rollout:
@@ -175,6 +190,45 @@ class Rollout:
                 if not eventful:
                     launcher.tidy()
 
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[PromptLike],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_error: OnError = "raise",
+        over_sample: int = 0,
+        environment: None = None,
+    ) -> AsyncIterator[Group | FailedGroup]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[PromptLike],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_error: OnError = "raise",
+        over_sample: int = 0,
+        environment: AnyEnvironment,
+        max_turns: int | None = None,
+        encode: Encode | None = None,
+    ) -> AsyncIterator[EpisodeGroup | FailedGroup]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[PromptLike],
+        *,
+        n: int = 1,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_error: OnError = "raise",
+        environment: AnyEnvironment | None = None,
+        max_turns: int | None = None,
+        encode: Encode | None = None,
+    ) -> AsyncIterator[Group | EpisodeGroup | FailedGroup]: ...
+
     async def generate(
         self,
         prompts: Iterable[PromptLike],
@@ -182,8 +236,16 @@ class Rollout:
         n: int = 1,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         on_error: OnError = "raise",
-    ) -> AsyncIterator[Group | FailedGroup]:
+        over_sample: int = 0,
+        environment: AnyEnvironment | None = None,
+        max_turns: int | None = None,
+        encode: Encode | None = None,
+    ) -> AsyncIterator[Group | EpisodeGroup | FailedGroup]:
         """Generate n samples of every prompt; yields groups as they complete, in any order.
+
+        With an environment each sample is an episode, and what is yielded are `EpisodeGroup`s:
+        the first turns of a prompt are one group, and then every episode goes on by itself. Its
+        budget of tokens is `max_tokens`, the environment's included.
 
         Args:
             prompts: texts, lists of token ids, chat messages, `Prompt`s, or mappings with one of
@@ -196,28 +258,43 @@ class Rollout:
                 if None.
             on_error: "raise" ends everything at the first group that cannot be completed;
                 "yield" yields a FailedGroup in its place and goes on.
+            over_sample: how many of the prompts are beyond what is needed: once all others are
+                complete, whichever they are, the rest is ended and yielded as it is, its samples
+                with the reason "abort", to be given to `generate` again.
+            environment: answers every turn of the model, or makes what does.
+            max_turns: of the model in an episode; as many as its budget allows if None.
+            encode: makes token ids of an environment's texts; the model's own tokenizer if None.
 
         Raises:
             InvalidRequest: with every prompt that cannot be served, before anything is generated.
             GroupFailed: see `on_error`.
         """
         sampling = sampling or SamplingParams()
+        stop = asyncio.Event()
+        run = self._runner(environment, max_turns, encode, stop)
         # In a thread: encoding many texts must not keep the engines' answers waiting.
         works = await asyncio.to_thread(self.plan, prompts, n=n, sampling=sampling)
+        _check_over_sample(over_sample, len(works), environment)
+        needed = len(works) - over_sample
         waiting = iter(works)
-        running: set[asyncio.Task[Group | FailedGroup]] = set()
+        running: set[asyncio.Task[_Outcome]] = set()
         try:
             while True:
                 while len(running) < self.config.dispatch.max_queued_groups:
                     work = next(waiting, None)
                     if work is None:
                         break
-                    running.add(asyncio.create_task(self._run(work, on_error)))
+                    running.add(asyncio.create_task(_guarded(run, work, on_error)))
                 if not running:
                     return
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    yield task.result()
+                    running.remove(task)  # one by one: the errors of the others are taken below
+                    outcome = task.result()
+                    needed -= isinstance(outcome, Group) and outcome.is_complete
+                    if over_sample and not needed:
+                        stop.set()
+                    yield outcome
         finally:
             for task in running:
                 task.cancel()
@@ -321,13 +398,86 @@ class Rollout:
             ),
         )
 
-    async def _run(self, work: GroupWork, on_error: OnError) -> Group | FailedGroup:
-        try:
-            return await self.dispatcher.run(work)
-        except Exception as exc:  # a wall: one group's fault must not end the others
-            if on_error == "raise":
-                raise
-            return FailedGroup(work.prompt, exc)
+    def _runner(
+        self,
+        environment: AnyEnvironment | None,
+        max_turns: int | None,
+        encode: Encode | None,
+        stop: asyncio.Event,
+    ) -> _Run:
+        """Return what generates one group, or one prompt's episodes.
+
+        Raises:
+            InvalidRequest: when an environment cannot be asked, or is missing.
+        """
+        problems = list(_environment_problems(environment, max_turns, encode))
+        if problems:
+            raise InvalidRequest(problems)
+        if environment is None:
+            return functools.partial(self._generate, stop=stop)
+        return functools.partial(
+            run_episodes,
+            self.dispatcher.run,
+            environment=environment,
+            encode=encode or self._tokenizer.encode_part,
+            limits=EpisodeLimits(
+                timeout_s=self.config.limits.environment_timeout_s,
+                vocab_size=self.facts.vocab_size,
+                max_turns=max_turns,
+            ),
+        )
+
+    async def _generate(self, work: GroupWork, stop: asyncio.Event) -> Group:
+        group = await self.dispatcher.run(work, stop)
+        return self._retold(group, work)
+
+    def _retold(self, group: Group, work: GroupWork) -> Group:
+        """Return a group whose samples' texts are decoded anew where they came in pieces: a
+        character may lie across a border."""
+        segment = self.config.dispatch.segment_tokens or math.inf
+        if work.sampling.stop or (work.sampling.max_tokens <= segment and not work.begun):
+            return group
+        samples = tuple(
+            replace(sample, text=self._tokenizer.decode(sample.token_ids))
+            if len(sample.token_ids) > segment or sample.sample in work.begun
+            else sample
+            for sample in group.samples
+        )
+        return replace(group, samples=samples)
+
+
+async def _guarded(run: _Run, work: GroupWork, on_error: OnError) -> _Outcome:
+    try:
+        return await run(work)
+    except Exception as exc:  # a wall: one group's fault must not end the others
+        if on_error == "raise":
+            raise
+        return FailedGroup(work.prompt, exc)
+
+
+def _check_over_sample(over_sample: Any, prompts: int, environment: Any) -> None:
+    if type(over_sample) is not int or not 0 <= over_sample < max(1, prompts):
+        allowed = f"0 to {max(0, prompts - 1)}, fewer than there are prompts"
+        hint = "it counts the prompts beyond those that you need"
+        raise InvalidRequest([Problem("over_sample", repr(over_sample), allowed, hint)])
+    if over_sample and environment is not None:
+        hint = "leave one of them out: half an episode cannot be continued"
+        allowed = "0, with an environment"
+        raise InvalidRequest([Problem("over_sample", repr(over_sample), allowed, hint)])
+
+
+def _environment_problems(environment: Any, max_turns: Any, encode: Any) -> Iterator[Problem]:
+    for name, value in (("max_turns", max_turns), ("encode", encode)):
+        if environment is None and value is not None:
+            yield Problem(name, "given", "with an environment", "give one, or leave it out")
+    if max_turns is not None and (type(max_turns) is not int or max_turns < 1):
+        found, hint = repr(max_turns), "allow 1 or more, or leave it out"
+        yield Problem("max_turns", found, "a whole number from 1", hint)
+    asked = isinstance(environment, EnvironmentFactory) or hasattr(environment, "observe")
+    if environment is not None and (isinstance(environment, type) or not asked):
+        found = repr(environment)
+        hint = "see splitroll.environment"
+        yield Problem("environment", found, "an object with `observe` or `make`", hint)
 
 
 def plan_groups(

@@ -30,6 +30,7 @@ from splitroll.report import (
     write_curves,
     write_report,
 )
+from splitroll.report.attribution import attribute_turns
 from splitroll.report.figures import moving_average
 from splitroll.report.live import sparkline
 from splitroll.report.steps import time_parts
@@ -167,7 +168,7 @@ def test_phases_are_not_negative_and_add_up_to_the_wall(
 def test_a_sample_alone_has_its_own_phases(timing: Timing) -> None:
     parts = dataclasses.astuple(timing)
     found = dataclasses.astuple(attribute([group(timing)], sum(parts)))
-    assert found == pytest.approx(parts, abs=1e-9)
+    assert found == pytest.approx((*parts, 0.0), abs=1e-9)
 
 
 def test_equal_samples_count_like_one() -> None:
@@ -178,21 +179,45 @@ def test_equal_samples_count_like_one() -> None:
 def test_samples_that_overlap_share_an_instant() -> None:
     """0-2: one queues, one prefills. 2-4: one prefills, one decodes. 4-6: one decodes."""
     phases = attribute([group(Timing(0, 2, 0, 2)), group(Timing(2, 2, 0, 2))], 6.0)
-    assert dataclasses.astuple(phases) == pytest.approx((0, 3, 0, 3))
+    assert dataclasses.astuple(phases) == pytest.approx((0, 3, 0, 3, 0))
 
 
 def test_queueing_counts_only_when_nothing_computes() -> None:
     phases = attribute([group(Timing(1, 1, 0, 2), Timing(3, 0, 0, 1))], 4.0)
-    assert dataclasses.astuple(phases) == pytest.approx((1, 1, 0, 2))
+    assert dataclasses.astuple(phases) == pytest.approx((1, 1, 0, 2, 0))
 
 
 def test_the_timeline_is_scaled_to_the_wall() -> None:
     phases = attribute([group(Timing(0, 1, 1, 2))], 8.0)
-    assert dataclasses.astuple(phases) == pytest.approx((0, 2, 2, 4))
+    assert dataclasses.astuple(phases) == pytest.approx((0, 2, 2, 4, 0))
+
+
+@given(st.lists(st.lists(st.tuples(timings, seconds), max_size=4), max_size=4), st.floats(0, 1000))
+def test_phases_of_episodes_add_up_to_the_wall(
+    episodes: list[list[tuple[Timing, float]]], wall_s: float
+) -> None:
+    parts = dataclasses.astuple(attribute_turns(episodes, wall_s))
+    assert min(parts) >= 0
+    assert sum(parts) == pytest.approx(wall_s)
+
+
+def test_the_environment_counts_only_when_no_turn_computes() -> None:
+    """0-2: a decodes, b too. 2-5: a is in the environment, b decodes until 4. 5-6: a decodes."""
+    a = [(Timing(0, 0, 0, 2), 3.0), (Timing(0, 0, 0, 1), 0.0)]
+    b = [(Timing(0, 0, 0, 4), 0.0)]
+    phases = attribute_turns([a, b], 6.0)
+    assert dataclasses.astuple(phases) == pytest.approx((0, 0, 0, 5, 1))
+
+
+def test_queue_and_environment_share_an_instant() -> None:
+    a = [(Timing(0, 0, 0, 1), 2.0)]
+    b = [(Timing(3, 0, 0, 1), 0.0)]
+    phases = attribute_turns([a, b], 4.0)
+    assert dataclasses.astuple(phases) == pytest.approx((1, 0, 0, 2, 1))
 
 
 def test_without_samples_the_wall_is_queue() -> None:
-    assert dataclasses.astuple(attribute([], 2.0)) == (2.0, 0.0, 0.0, 0.0)
+    assert dataclasses.astuple(attribute([], 2.0)) == (2.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_parts_of_a_step_add_up_to_it() -> None:

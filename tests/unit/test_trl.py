@@ -22,10 +22,11 @@ from peft import LoraConfig
 from transformers import AutoTokenizer
 
 from fake_rollout import FakeRollout, Report
-from splitroll.environment import Episode
+from splitroll.dispatch.assembly import GroupWork
+from splitroll.environment import Answer, Episode
 from splitroll.errors import ConfigError, GroupFailed
 from splitroll.integrations.trl import COLUMNS, TrlBridge
-from splitroll.types import Prompt, Sample, SamplingParams
+from splitroll.types import Sample, SamplingParams
 
 EOS = 1
 
@@ -228,10 +229,11 @@ def test_chats_go_through_the_trainers_own_template(
 class Echo:
     """Answers twice: with a text, then with token ids."""
 
-    def observe(self, episode: Episode) -> str | Sequence[int] | None:
+    def observe(self, episode: Episode) -> Answer | Sequence[int] | None:
+        assert set(episode.prompt.metadata) == {"prompt"}
         match len(episode.turns):
             case 1:
-                return "w100 w101"
+                return Answer("w100 w101", reward=0.5)
             case 2:
                 return [102]
         return None
@@ -248,8 +250,9 @@ def test_turns_are_token_exact_and_the_environments_tokens_are_masked(
 
     original = rollout._sample
 
-    def two_tokens(prompt: Prompt, params: SamplingParams, index: int) -> Sample:
-        return original(prompt, replace(params, max_tokens=min(2, params.max_tokens)), index)
+    def two_tokens(work: GroupWork, index: int) -> Sample:
+        count = min(2, work.sampling.max_tokens)
+        return original(replace(work, sampling=replace(work.sampling, max_tokens=count)), index)
 
     rollout._sample = two_tokens  # type: ignore[method-assign]
     trainer = make_trainer(
@@ -259,11 +262,16 @@ def test_turns_are_token_exact_and_the_environments_tokens_are_masked(
     compute = trainer._compute_loss
     trainer._compute_loss = lambda model, given: inputs.append(given) or compute(model, given)
     trainer.train()
-    assert [call.n for call in rollout.calls] == [2, 1, 1]
-    assert [s.max_tokens for s in rollout.calls[1].sampling] == [5] * 4
-    assert [s.max_tokens for s in rollout.calls[2].sampling] == [2] * 4
-    ids = [prompt.id for call in rollout.calls for prompt in call.prompts]
+    assert [(len(call.prompts), call.n) for call in rollout.calls] == [(2, 2)]
+    assert sorted(work.n for work in rollout.works) == [1] * 8 + [2] * 2
+    rooms = sorted(work.sampling.max_tokens for work in rollout.works)
+    assert rooms == [2] * 4 + [5] * 4 + [9] * 2
+    ids = [work.prompt.id for work in rollout.works]
     assert len(set(ids)) == len(ids)
+    assert seen["turns"] == [3] * 4
+    assert seen["ended"] == ["environment"] * 4
+    assert seen["env_rewards"] == [(0.5, 0.0, 0.0)] * 4
+    assert min(seen["environment_s"]) > 0
     for turns, tokens in zip(seen["samples"], seen["completion_ids"], strict=True):
         first, second, third = turns
         assert tokens == [*first.token_ids, 100, 101, *second.token_ids, 102, *third.token_ids]
@@ -275,6 +283,10 @@ def test_turns_are_token_exact_and_the_environments_tokens_are_masked(
     (row,) = (row for row in trainer.state.log_history if "loss" in row)
     assert row["sampling/sampling_logp_difference/max"] < 1e-3
     assert row["completions/mean_length"] == 6
+    phases = ("queue", "prefill", "transfer", "decode", "environment")
+    assert sum(row[f"splitroll/{name}_s"] for name in phases) == pytest.approx(
+        row["splitroll/generate_s"]
+    )
 
 
 def test_an_observation_that_leaves_no_room_ends_the_episode(
@@ -286,7 +298,80 @@ def test_an_observation_that_leaves_no_room_ends_the_episode(
 
     trainer = make_trainer(TrlBridge(rollout, Long()), max_completion_length=4, max_steps=1)
     trainer.train()
-    assert len(rollout.calls) == 1
+    assert [work.n for work in rollout.works] == [2, 2]
+
+
+def test_environments_of_skyrl_gym_are_made_for_each_completion(
+    make_trainer: Any, rollout: FakeRollout, tiny_model: Path
+) -> None:
+    pytest.importorskip("skyrl_gym")
+    from splitroll.integrations.skyrl_gym import SkyRLGym
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model, padding_side="left")
+    tokenizer.chat_template = (
+        "{% for m in messages %} {{ m.role }} {{ m.content }} w7{% endfor %}"
+        "{% if add_generation_prompt %} w9{% endif %}"
+    )
+    chats = [{"prompt": [{"role": "user", "content": f"w{i}"}]} for i in range(10, 14)]
+    rows = {
+        chat["prompt"][0]["content"]: {
+            **chat, "env_class": "gsm8k_multi_turn", "reward_spec": {"ground_truth": "42"},
+            "max_turns": 2,
+        }
+        for chat in chats
+    }  # fmt: skip
+    gym = SkyRLGym(tokenizer, row=lambda prompt: rows[prompt.metadata["prompt"][0]["content"]])
+    seen: list[dict[str, Any]] = []
+
+    def from_environment(env_rewards: list[tuple[float, ...]], **kwargs: Any) -> list[float]:
+        seen.append({"env_rewards": env_rewards, **kwargs})
+        return [sum(rewards) for rewards in env_rewards]
+
+    original = rollout._sample
+    rollout._sample = lambda work, index: original(  # type: ignore[method-assign]
+        replace(work, sampling=replace(work.sampling, max_tokens=2)), index
+    )
+    trainer = make_trainer(
+        TrlBridge(rollout, gym), reward=from_environment, max_completion_length=60, max_steps=1,
+        trainer={"train_dataset": Dataset.from_list(chats), "processing_class": tokenizer},
+    )  # fmt: skip
+    trainer.train()
+    (given,) = seen
+    assert given["env_rewards"] == [(0.0, 0.0)] * 4
+    assert given["ended"] == ["environment"] * 4
+    for first, second in given["samples"]:
+        written = second.prompt_token_ids[len(first.prompt_token_ids) + 2 :]
+        # The end of the turn, if it has sampled none itself; the user's message; the next turn.
+        assert written[-2:] == (7, 9)
+        assert written[0] == (2 if first.token_ids[-1] == 7 else 7)
+
+
+def test_an_environment_that_fails_ends_the_training_by_name(
+    make_trainer: Any, rollout: FakeRollout
+) -> None:
+    class Broken:
+        async def observe(self, episode: Episode) -> None:
+            raise ValueError("no sandbox")
+
+    with pytest.raises(
+        GroupFailed, match=r"group train-0-0-\d failed: sample \d, turn 0: .*no sandbox"
+    ):
+        make_trainer(TrlBridge(rollout, Broken())).train()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda group: None, "ended without it"),
+        (lambda group: replace(group, episodes=group.episodes[1:]), "1 samples, and 2 were asked"),
+    ],
+)
+def test_a_missing_episode_is_an_error(
+    make_trainer: Any, rollout: FakeRollout, spoil: Any, message: str
+) -> None:
+    rollout.spoil = spoil
+    with pytest.raises(GroupFailed, match=message):
+        make_trainer(TrlBridge(rollout, Echo())).train()
 
 
 @pytest.mark.parametrize(

@@ -141,17 +141,7 @@ class PlainRollout:
         return _Report(self._version, nbytes, total_s, phases)
 
     def activity(self) -> Activity:
-        return Activity(
-            handoffs=0,
-            kv_bytes=0,
-            recomputed_tokens=0,
-            retries=0,
-            computed_tokens={},
-            routes={},
-            moves=0,
-            estimated_saved_s=0.0,
-            engines=(),
-        )
+        return Activity(0, 0, 0, 0, {}, ())
 
     def _sample(self, prompt: Prompt, index: int, output: Any, wall_s: float) -> Sample:
         token_ids = tuple(output.token_ids)

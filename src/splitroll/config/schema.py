@@ -124,6 +124,8 @@ class Limits(Section):
     sample_timeout_s: float = Field(1800.0, gt=0)
     """One sample on its decode engine, from its first token to its last; and, where no KV was
     handed to it, from reaching the engine to its first token."""
+    environment_timeout_s: float = Field(120.0, gt=0)
+    """One answer of an environment."""
     recovery_timeout_s: float = Field(180.0, gt=0)
     """How long work waits for an engine to come back when none is left."""
     health_interval_s: float = Field(2.0, gt=0)

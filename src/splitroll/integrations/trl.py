@@ -18,23 +18,24 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from itertools import chain, repeat
+from typing import Any, Protocol, overload
 
 from accelerate.utils import is_peft_model
 from transformers import TrainerCallback
 
 from splitroll.config import collecting
-from splitroll.environment import Environment, Episode, play
+from splitroll.environment import AnyEnvironment, Encode, Episode, EpisodeGroup, collect
 from splitroll.errors import ConfigError, Problem
 from splitroll.integrations.grpo import check_settings, sampling_params
-from splitroll.report.attribution import attribute
+from splitroll.report.attribution import attribute_turns
 from splitroll.rollout import Activity
 from splitroll.types import FailedGroup, Group, Prompt, Sample, SamplingParams, derive_seed
 from splitroll.updater import UpdateReport
 
 COLUMNS = (
     "finish_reason", "weight_version", "prefill_version", "weight_versions", "route", "prefill_s",
-    "transfer_s", "decode_s", "turns", "samples",
+    "transfer_s", "decode_s", "turns", "samples", "ended", "env_rewards", "environment_s",
 )  # fmt: skip
 """What reward functions get for each completion besides TRL's own and the dataset's columns."""
 
@@ -45,9 +46,21 @@ LOGP_DIFFERENCE = "sampling/sampling_logp_difference"
 class TrainingRollout(Protocol):
     """What a bridge needs of a BlockingRollout."""
 
+    @overload
     def generate(
         self, prompts: Iterable[Any], *, n: int, sampling: Sequence[SamplingParams]
     ) -> Iterator[Group | FailedGroup]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[Any],
+        *,
+        n: int,
+        sampling: Sequence[SamplingParams],
+        environment: AnyEnvironment,
+        encode: Encode,
+    ) -> Iterator[EpisodeGroup | FailedGroup]: ...
 
     def update_weights(self, weights: Any) -> UpdateReport: ...
 
@@ -74,11 +87,11 @@ class TrlBridge:
 
     Args:
         rollout: an open BlockingRollout.
-        environment: answers the model's turns; without one a completion is one turn. Its tokens
-            count towards `max_completion_length` and are masked in the loss.
+        environment: answers the model's turns, or makes what does; without one a completion is one
+            turn. Its tokens count towards `max_completion_length` and are masked in the loss.
     """
 
-    def __init__(self, rollout: TrainingRollout, environment: Environment | None = None) -> None:
+    def __init__(self, rollout: TrainingRollout, environment: AnyEnvironment | None = None) -> None:
         self._rollout = rollout
         self._environment = environment
         self._trainer: Any = None
@@ -114,14 +127,7 @@ class TrlBridge:
         self.push()
         self._meter.step = trainer.state.global_step
         before = self._rollout.activity()
-        episodes = play(
-            self._generate,
-            asked,
-            n,
-            replace(sampling, seed=seed),
-            self._environment,
-            lambda text: trainer._tokenizer.encode(text, add_special_tokens=False),
-        )
+        episodes = self._generate(asked, n, replace(sampling, seed=seed))
         self._meter.moved(before, self._rollout.activity())
         return self._output(episodes)
 
@@ -152,16 +158,29 @@ class TrlBridge:
         self._meter.synced(report)
 
     def _generate(
-        self, prompts: Sequence[Prompt], *, n: int, sampling: Sequence[SamplingParams]
-    ) -> Iterator[Group | FailedGroup]:
-        """Generate, and note what was generated in which time."""
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams
+    ) -> list[Episode]:
+        """Generate n episodes of every prompt in order, and note what took which time."""
         begun = time.perf_counter()
-        groups = []
-        for group in self._rollout.generate(prompts, n=n, sampling=sampling):
-            if isinstance(group, Group):
-                groups.append(group)
-            yield group
-        self._meter.generated(groups, time.perf_counter() - begun)
+        samplings = [sampling] * len(prompts)
+        groups: Iterable[Group | EpisodeGroup | FailedGroup]
+        if self._environment is None:
+            groups = self._rollout.generate(prompts, n=n, sampling=samplings)
+        else:
+            groups = self._rollout.generate(
+                prompts,
+                n=n,
+                sampling=samplings,
+                environment=self._environment,
+                encode=self._encode,
+            )
+        episodes = collect(groups, prompts, n)
+        self._meter.generated(episodes, time.perf_counter() - begun)
+        return episodes
+
+    def _encode(self, text: str) -> list[int]:
+        """Encode with the trainer's own tokenizer, as it encodes the prompts."""
+        return list(self._trainer._tokenizer.encode(text, add_special_tokens=False))
 
     def _attach(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -282,6 +301,9 @@ def _row(episode: Episode) -> dict[str, Any]:
         "decode_s": sum(turn.timing.decode_s for turn in episode.turns),
         "turns": len(episode.turns),
         "samples": episode.turns,
+        "ended": episode.ended,
+        "env_rewards": episode.rewards,
+        "environment_s": sum(episode.environment_s),
     }
 
 
@@ -300,10 +322,14 @@ class _Meter:
     _gap_max: float = 0.0
     _gap_tokens: int = 0
 
-    def generated(self, groups: Sequence[Group], wall_s: float) -> None:
-        self._samples += [sample for group in groups for sample in group.samples]
+    def generated(self, episodes: Sequence[Episode], wall_s: float) -> None:
+        self._samples += [turn for episode in episodes for turn in episode.turns]
         self._sums["generate_s"] += wall_s
-        for phase, seconds in asdict(attribute(groups, wall_s)).items():
+        timings = []
+        for episode in episodes:
+            answered_s = chain(episode.environment_s, repeat(0.0))
+            timings.append([(turn.timing, next(answered_s)) for turn in episode.turns])
+        for phase, seconds in asdict(attribute_turns(timings, wall_s)).items():
             self._sums[phase] += seconds
 
     def moved(self, before: Activity, after: Activity) -> None:

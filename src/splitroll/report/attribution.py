@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 
 from splitroll.types import Group, Timing
+
+_WAITING = (0, 4)
+_COMPUTING = (1, 2, 3)
+"""Places of the phases of `Phases`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +20,7 @@ class Phases:
     prefill_s: float
     transfer_s: float
     decode_s: float
+    environment_s: float = 0.0
 
 
 def attribute(groups: Iterable[Group], wall_s: float) -> Phases:
@@ -41,19 +46,27 @@ def attribute(groups: Iterable[Group], wall_s: float) -> Phases:
     Returns:
         Phases, each at least 0, whose sum is `wall_s`; all of it in the queue without samples.
     """
-    changes = [
-        change for group in groups for sample in group.samples for change in _changes(sample.timing)
-    ]
-    spent_s = [0.0, 0.0, 0.0, 0.0]
-    active = [0, 0, 0, 0]
+    turns = [(sample.timing, 0.0) for group in groups for sample in group.samples]
+    return attribute_turns(([turn] for turn in turns), wall_s)
+
+
+def attribute_turns(episodes: Iterable[Sequence[tuple[Timing, float]]], wall_s: float) -> Phases:
+    """Split the wall time of a generation of episodes, as `attribute` does.
+
+    An instant belongs to the environment, as to the queue, only when no turn computes.
+
+    Args:
+        episodes: of each its turns in order, with the seconds that the environment took after it.
+    """
+    changes = [change for turns in episodes for change in _changes(turns)]
+    spent_s = [0.0] * 5
+    active = [0] * 5
     before_s = 0.0
     for at_s, phase, delta in sorted(changes):
-        computing = sum(active[1:])
-        if not computing:
-            spent_s[0] += at_s - before_s
-        else:
-            for i in (1, 2, 3):
-                spent_s[i] += (at_s - before_s) * active[i] / computing
+        busy = _COMPUTING if any(active[i] for i in _COMPUTING) else _WAITING
+        count = sum(active[i] for i in busy)
+        for i in busy:
+            spent_s[i] += (at_s - before_s) * active[i] / max(1, count)
         active[phase] += delta
         before_s = at_s
     whole_s = sum(spent_s)
@@ -62,11 +75,11 @@ def attribute(groups: Iterable[Group], wall_s: float) -> Phases:
     return Phases(*(wall_s * (s / whole_s) for s in spent_s))
 
 
-def _changes(timing: Timing) -> Iterable[tuple[float, int, int]]:
+def _changes(turns: Sequence[tuple[Timing, float]]) -> Iterable[tuple[float, int, int]]:
     """Yield when a sample enters and leaves each phase: (seconds from acceptance, phase, +-1)."""
-    phases = (timing.queued_s, timing.prefill_s, timing.transfer_s, timing.decode_s)
     at_s = 0.0
-    for phase, seconds in enumerate(phases):
-        yield at_s, phase, 1
-        at_s += max(0.0, seconds)
-        yield at_s, phase, -1
+    for timing, environment_s in turns:
+        for phase, seconds in enumerate((*astuple(timing), environment_s)):
+            yield at_s, phase, 1
+            at_s += max(0.0, seconds)
+            yield at_s, phase, -1
