@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -124,7 +125,7 @@ def test_what_is_left_falls_with_time_and_rises_with_work(
         assert (after >= before - 1e-9).all()
         assert after[1 - engine] == before[1 - engine]
     drains = [books.snapshot(now).drain_s for now in sorted(times)]
-    for earlier, later in zip(drains, drains[1:], strict=False):
+    for earlier, later in itertools.pairwise(drains):
         assert (later <= earlier + 1e-9).all()
 
 

@@ -157,7 +157,7 @@ class TransferFit:
 
     @property
     def coefficients(self) -> tuple[float, float]:
-        """Seconds of any transfer, and per byte."""
+        """Seconds of any transfer, and per byte; zeros before any was seen."""
         if self._coefficients is None:
             constant, per_byte = self._fit.solve()
             self._coefficients = constant, per_byte
