@@ -21,12 +21,10 @@ class NaiveCache:
 
     def add(self, blocks: Sequence[int]) -> None:
         for block in blocks:
-            self.drop([block])
+            if block in self.blocks:
+                self.blocks.remove(block)
             self.blocks.append(block)
         del self.blocks[: max(0, len(self.blocks) - self.capacity)]
-
-    def drop(self, blocks: Sequence[int]) -> None:
-        self.blocks = [block for block in self.blocks if block not in blocks]
 
     def depth(self, blocks: Sequence[int]) -> int:
         held = [block in self.blocks for block in blocks]
@@ -51,10 +49,9 @@ PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(
 )
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(("add", "add", "add", "correct", "forget")),
+        st.sampled_from(("add", "add", "add", "forget")),
         st.integers(0, ENGINES - 1),
         PROMPTS,
-        st.integers(0, 6),
     ),
     max_size=40,
 )
@@ -63,18 +60,15 @@ STEPS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(STEPS, PROMPTS, st.lists(st.integers(0, 12), min_size=ENGINES, max_size=ENGINES))
 def test_depths_are_those_of_a_naive_model(
-    steps: list[tuple[str, int, tuple[int, ...], int]], asked: tuple[int, ...], sizes: list[int]
+    steps: list[tuple[str, int, tuple[int, ...]]], asked: tuple[int, ...], sizes: list[int]
 ) -> None:
     index, caches = PrefixIndex(), [NaiveCache(size) for size in sizes]
     for engine, size in enumerate(sizes):
         index.join(engine, size)
-    for action, engine, blocks, held in steps:
+    for action, engine, blocks in steps:
         if action == "add":
             index.add(engine, blocks)
             caches[engine].add(blocks)
-        elif action == "correct":
-            index.correct(engine, blocks, held)
-            caches[engine].drop(blocks[held:])
         else:
             index.forget(engine)
             caches[engine].blocks.clear()

@@ -238,10 +238,6 @@ class Allocator:
         if blocks:
             self._prefixes.add(engine, blocks)
 
-    def note_cached(self, engine: int, piece: Piece, tokens: int) -> None:
-        """Learn how many prompt tokens an engine really had, so that lost blocks are forgotten."""
-        self._prefixes.correct(engine, piece.blocks, tokens // self._blocks[0][0])
-
     def transfer_s(self, prefill: int, decode: int, num_bytes: int) -> float:
         """Return the estimate for moving KV between two engines."""
         pair = self._pairs.get((prefill, decode))

@@ -661,7 +661,7 @@ class Dispatcher:
             finally:
                 arrived()
             self._note_result(result, source, engine, progress)
-            self._learn(result, source, number, leader, requests, progress)
+            self._learn(result, source, number, leader, requests)
 
     def _leg(
         self,
@@ -750,15 +750,12 @@ class Dispatcher:
         number: int,
         leader: str,
         requests: Mapping[int, DecodeRequest],
-        progress: _Progress,
     ) -> None:
-        """Tell the allocator what the leader's answer says of caches and transfers."""
+        """Tell the allocator what the leader's answer says of transfers."""
         output = result.outputs.get(leader)
         if output is None or not output.token_ids:
             return
-        if source.handle is None:
-            self.allocator.note_cached(number, progress.piece, output.cached_tokens)
-        elif result.handed_off:
+        if source.handle is not None and result.handed_off:
             prefill = self.allocator.books.number(source.handle.prefill_engine)
             tokens = len(next(iter(requests.values())).token_ids)
             self.allocator.observe_transfer(prefill, number, tokens, output.wait_s)
