@@ -232,7 +232,7 @@ class _Costs:
     snapshot: Snapshot
     work: Work
     prefill: Floats = field(init=False)
-    """Seconds of computing what is not cached, on every engine."""
+    """Seconds of computing what is not there, on every engine."""
     cached: Floats = field(init=False)
 
     def __post_init__(self) -> None:
@@ -242,6 +242,8 @@ class _Costs:
         new = tokens - self.cached
         pairs = new * (tokens + self.cached) / 2
         self.prefill = snapshot.token * new + snapshot.pair * pairs
+        if work.held_by >= 0:
+            self.prefill[work.held_by] = 0.0
 
     def steps(self) -> Floats:
         """Return the seconds of the steps that each engine would not make without the work."""
@@ -347,8 +349,7 @@ class _Chooser:
         shares = _shares(self._work.samples, len(engines))
         tokens = {samples: self._costs.tokens(samples) for samples in set(shares)}
         for engine, samples in zip(engines, shares, strict=True):
-            held = engine == self._work.held_by
-            prefill = 0.0 if held else float(self._costs.prefill[engine])
+            prefill = float(self._costs.prefill[engine])
             more = prefill + self._costs.joining(engine, samples) + float(tokens[samples][engine])
             drain = float(self._snapshot.drain_s[engine] + self._crowded[engine]) + more
             drain += float(self._steps[engine])
@@ -360,7 +361,7 @@ class _Chooser:
 
     def _moved(self, prefill: int, decode: int) -> _Option:
         snapshot, costs, work = self._snapshot, self._costs, self._work
-        compute = 0.0 if prefill == work.held_by else float(costs.prefill[prefill])
+        compute = float(costs.prefill[prefill])
         transfer = costs.transfer(decode)
         joining = costs.joining(decode, work.samples)
         more = joining + float(self._decode_all[decode] - self._steps[decode])
@@ -382,7 +383,7 @@ class _Chooser:
             return best
         counts = [c for c in (*_SPREADS, self._decodes.size) if c <= self._decodes.size]
         if asked is not None:
-            counts = [min(asked, int(self._decodes.size))]
+            counts = [min(asked, samples, int(self._decodes.size))]
         waits = (self._total + self._snapshot.waiting_s) / self._engines
         if asked is None and best.touched <= waits:
             return best  # there is enough to do for the others
