@@ -13,6 +13,7 @@ the engine has changed its speed: all that is known is scaled to the new one.
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -26,7 +27,7 @@ _PREFILL_MEMORY = 48
 _CARRY = 0.02
 """Weight of the present coefficients against one step: directions that no step shows keep them."""
 _SWEEPS = 40
-_SETTLED = 1e-9
+_SETTLED = 1e-6
 _NEWEST = 12
 _OTHER_SPEED = 1.25
 """An engine has another speed when its newest steps took this many times their estimates."""
@@ -221,8 +222,9 @@ class _Fit:
                 scale = line[i] + holds[i]
                 if scale <= 0.0:
                     continue
-                others = sum(line[j] * solution[j] for j in range(size) if j != i)
-                solution[i] = max(0.0, (self._vector[i] - others + holds[i] * before[i]) / scale)
+                rest = self._vector[i] - sum(map(operator.mul, line, solution))
+                value = (rest + line[i] * last + holds[i] * before[i]) / scale
+                solution[i] = value if value > 0.0 else 0.0
                 moved = max(moved, abs(solution[i] - last))
             if moved <= _SETTLED * max(solution):
                 return
