@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from splitroll.dispatch.allocator import Allocator, Piece
+from splitroll.dispatch.allocator import Allocator
 from splitroll.dispatch.cost import StepCost
 from splitroll.engines.protocol import StepStats
 from splitroll.types import Role
@@ -43,7 +43,7 @@ def _measured(engines: int, decisions: int, policy: str) -> dict[str, Any]:
     now = 0.0
     inside = []
     for i in range(engines * SEQUENCES):
-        piece = _accept(allocator, draw, i, samples=1)
+        piece = allocator.accept(i, _prompt(draw), 1, MAX_TOKENS)
         allocator.withdraw(piece)
         ticket = allocator.begin_decode(i % engines, piece, now)
         allocator.note_prompt(i % engines, piece)
@@ -59,19 +59,21 @@ def _measured(engines: int, decisions: int, policy: str) -> dict[str, Any]:
     }
     for i in range(decisions):
         for kind, samples in (("sample", 1), ("group", 8)):
+            tokens = _prompt(draw)
             begun = time.perf_counter()
-            piece = _accept(allocator, draw, (kind, i), samples)
+            piece = allocator.accept((kind, i), tokens, samples, MAX_TOKENS)
             accepted = time.perf_counter()
             route = allocator.decide(piece, now)
             taken[kind].append(time.perf_counter() - accepted)
             taken["accept"].append(accepted - begun)
             assert route is not None, "all engines are up"
+            decode = route.parts[0].decode
         # One sequence ends and another begins, as in a fleet that is kept full.
         at = i % len(inside)
         ticket, before = inside[at]
         begun = time.perf_counter()
         allocator.end_decode(ticket, before, now)
-        inside[at] = (allocator.begin_decode(route.parts[0].decode, piece, now), piece)
+        inside[at] = (allocator.begin_decode(decode, piece, now), piece)
         taken["begin_end"].append(time.perf_counter() - begun)
         steps = _report(draw)
         begun = time.perf_counter()
@@ -98,9 +100,8 @@ def _fleet(engines: int, policy: str) -> Allocator:
     return allocator
 
 
-def _accept(allocator: Allocator, draw: random.Random, key: object, samples: int) -> Piece:
-    tokens = tuple(draw.choices(range(100, 4000), k=draw.randint(*PROMPT_TOKENS)))
-    return allocator.accept(key, tokens, samples, MAX_TOKENS)
+def _prompt(draw: random.Random) -> tuple[int, ...]:
+    return tuple(draw.choices(range(100, 4000), k=draw.randint(*PROMPT_TOKENS)))
 
 
 def _report(draw: random.Random) -> list[StepStats]:
