@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -347,3 +349,14 @@ async def test_a_prompt_computed_in_place_is_known_there_afterwards() -> None:
         blocks = block_hashes(sample.prompt_token_ids, 32)
         mask = 1 << allocator.books.number(sample.route.decode)
         assert allocator._prefixes.depths(blocks) == [(mask, 2)]
+
+
+async def test_the_times_of_a_sample_in_segments_are_not_longer_than_it_took() -> None:
+    async with simulated(
+        "dispatch.segment_tokens=16", "disaggregation.enabled=false", latency=SLOW
+    ) as system:
+        begun = time.monotonic()
+        (group,) = await run_all(system, 1, n=1, max_tokens=96)
+        took = time.monotonic() - begun
+        (sample,) = group.samples
+        assert 0.5 * took < sum(dataclasses.astuple(sample.timing)) <= took
