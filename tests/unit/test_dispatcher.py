@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from conftest import SimulatedSystem, simulated
 from splitroll.dispatch.assembly import GroupWork
+from splitroll.dispatch.prefix import block_hashes
 from splitroll.engines.simulated import LatencyModel, SimulatedLauncher
 from splitroll.errors import GroupFailed, InvalidRequest
 from splitroll.types import Group, Prompt, Role, RouteKind, SamplingParams
@@ -337,3 +340,23 @@ def test_nothing_is_lost_or_invented_whatever_happens(
             await assert_idle(system)
 
     asyncio.run(scenario())
+
+
+async def test_a_prompt_computed_in_place_is_known_there_afterwards() -> None:
+    async with simulated("disaggregation.enabled=false") as system:
+        (group,) = await run_all(system, 1, n=1)
+        allocator, (sample,) = system.dispatcher.allocator, group.samples
+        blocks = block_hashes(sample.prompt_token_ids, 32)
+        mask = 1 << allocator.books.number(sample.route.decode)
+        assert allocator._prefixes.depths(blocks) == [(mask, 2)]
+
+
+async def test_the_times_of_a_sample_in_segments_are_not_longer_than_it_took() -> None:
+    async with simulated(
+        "dispatch.segment_tokens=16", "disaggregation.enabled=false", latency=SLOW
+    ) as system:
+        begun = time.monotonic()
+        (group,) = await run_all(system, 1, n=1, max_tokens=96)
+        took = time.monotonic() - begun
+        (sample,) = group.samples
+        assert 0.5 * took < sum(dataclasses.astuple(sample.timing)) <= took

@@ -84,3 +84,66 @@ def test_nothing_is_left_held_whatever_is_cancelled(
         assert gate.held == 0
 
     asyncio.run(run())
+
+
+async def test_the_least_key_goes_first_and_equal_ones_in_order_of_arrival() -> None:
+    gate = WeightedGate(1)
+    await gate.acquire(1)
+    entered: list[str] = []
+
+    async def use(name: str, key: float) -> None:
+        async with gate.hold(1, key):
+            entered.append(name)
+
+    jobs = [("late", 5.0), ("a", 2.0), ("b", 2.0), ("first", -1.0), ("c", 2.0)]
+    tasks = [asyncio.create_task(use(*job)) for job in jobs]
+    await asyncio.sleep(0)
+    gate.release(1)
+    await asyncio.wait_for(asyncio.gather(*tasks), 1)
+    assert entered == ["first", "a", "b", "c", "late"]
+
+
+async def test_nobody_passes_one_with_a_lesser_key_who_does_not_fit_yet() -> None:
+    gate = WeightedGate(4)
+    await gate.acquire(3)
+    large = asyncio.create_task(gate.acquire(4, 1.0))
+    await asyncio.sleep(0)
+    small = asyncio.create_task(gate.acquire(1, 2.0))
+    await asyncio.sleep(0)
+    assert not small.done()
+    ahead = asyncio.create_task(gate.acquire(1, 0.0))
+    await asyncio.wait_for(ahead, 1)
+    assert not large.done()
+    assert not small.done()
+    gate.release(4)
+    await asyncio.wait_for(large, 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 8), st.floats(0, 20), st.lists(st.integers(1, 4), min_size=1, max_size=60))
+def test_nothing_waits_for_ever_while_keys_grow_with_time(
+    large: int, head_start: float, weights: list[int]
+) -> None:
+    """Each turn one leaves and another comes, with a key up to `head_start` before its time."""
+
+    async def run() -> None:
+        gate = WeightedGate(8)
+        await gate.acquire(8)
+        waiting = asyncio.create_task(gate.acquire(large, 0.0))
+        await asyncio.sleep(0)
+        inside, turns = 8, 0
+        come = []
+        for turn, weight in enumerate(weights):
+            come.append(asyncio.create_task(gate.acquire(weight, turn + 1 - head_start)))
+            await asyncio.sleep(0)
+        while not waiting.done():
+            gate.release(inside)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            inside, turns = gate.held, turns + 1
+            assert turns <= head_start + 2
+        for task in come:
+            task.cancel()
+        await asyncio.gather(*come, return_exceptions=True)
+
+    asyncio.run(run())

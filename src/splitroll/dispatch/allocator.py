@@ -142,8 +142,6 @@ class Allocator:
         if not piece.waits:
             return
         piece.waits = False
-        if not piece.waiting_prefill_s:
-            return
         waiting = self._waiting
         waiting.samples -= piece.samples
         waiting.tokens -= piece.samples * piece.expected
@@ -189,9 +187,7 @@ class Allocator:
             avoid=avoid,
             block_size=size,
             block_bytes=num_bytes,
-            transfer=(self._transfer.seconds(0), self._transfer.seconds(1e6) / 1e6)
-            if self._transfer.known
-            else (0.0, 0.0),
+            transfer=self._transfer.coefficients,
             spread=self._spread,
         )
         snapshot = self.books.snapshot(now, self._waiting.prefill_s + self._waiting.decode_s)
@@ -242,10 +238,6 @@ class Allocator:
         if blocks:
             self._prefixes.add(engine, blocks)
 
-    def note_cached(self, engine: int, piece: Piece, tokens: int) -> None:
-        """Learn how many prompt tokens an engine really had, so that lost blocks are forgotten."""
-        self._prefixes.correct(engine, piece.blocks, tokens // self._blocks[0][0])
-
     def transfer_s(self, prefill: int, decode: int, num_bytes: int) -> float:
         """Return the estimate for moving KV between two engines."""
         pair = self._pairs.get((prefill, decode))
@@ -261,9 +253,9 @@ class Allocator:
         return 0
 
     def _wait(self, piece: Piece) -> None:
-        piece.waits = True
         if not self._blocks:
             return
+        piece.waits = True
         cost = self.books.cost(0)
         best = max((depth for _, depth in self._prefixes.depths(piece.blocks)), default=0)
         cached = min(best * self._blocks[0][0], piece.prompt_tokens - 1)

@@ -15,11 +15,25 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from splitroll.dispatch.cost import StepCost, mean_cost
+from splitroll.dispatch.cost import StepCost
 from splitroll.types import Role
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+
+_ARRAYS = (
+    "at",
+    "backlog",
+    "at_decodes",
+    "longest",
+    "remaining",
+    "sequences",
+    "context",
+    "tokens",
+    "step_s",
+    "each_s",
+)
+_MASKS = ("up", "prefills", "decodes", "prefers_decode")
 
 NOMINAL = StepCost(1.0, 0.05, 0.0, 0.02, 0.0)
 """Costs, in steps, where no engine has reported any yet: only their ratios to each other count."""
@@ -124,9 +138,11 @@ class Books:
         self._accounts: list[_Account] = []
         self._numbers: dict[str, int] = {}
         self._names: list[str] = []
-        self._fitted: dict[int, StepCost] = {}
+        self._is_fitted = np.zeros(0, dtype=bool)
         self._at = np.zeros(0)
         self._backlog = np.zeros(0)
+        self._at_decodes = np.zeros(0)
+        """When the backlog is done: `at` and `backlog` in one."""
         self._longest = np.zeros(0)
         self._remaining = np.zeros(0)
         self._sequences = np.zeros(0)
@@ -134,6 +150,9 @@ class Books:
         self._tokens = np.zeros(0)
         self._seats = np.zeros(0)
         self._costs = np.zeros((5, 0))
+        self._step_s = np.zeros(0)
+        """Seconds of a step with what decodes there; `each`: what one sequence adds to it."""
+        self._each_s = np.zeros(0)
         self._up = np.zeros(0, dtype=bool)
         self._prefills = np.zeros(0, dtype=bool)
         self._decodes = np.zeros(0, dtype=bool)
@@ -158,14 +177,14 @@ class Books:
         self._accounts.append(_Account(name, role, seats))
         self._numbers[name] = number
         self._names.append(name)
-        for array in ("at", "backlog", "longest", "remaining", "sequences", "context", "tokens"):
+        for array in _ARRAYS:
             setattr(self, f"_{array}", np.append(getattr(self, f"_{array}"), 0.0))
         self._seats = np.append(self._seats, float(seats))
-        cost = mean_cost(self._fitted.values()) or NOMINAL
-        column = np.array([[getattr(cost, k)] for k in StepCost.__slots__])
-        self._costs = np.append(self._costs, column, axis=1)
-        for mask in ("up", "prefills", "decodes", "prefers_decode"):
+        self._costs = np.append(self._costs, np.zeros((5, 1)), axis=1)
+        for mask in _MASKS:
             setattr(self, f"_{mask}", np.append(getattr(self, f"_{mask}"), False))
+        self._is_fitted = np.append(self._is_fitted, False)
+        self._guess_costs()
         return number
 
     def set_up(self, engine: int, up: bool) -> None:
@@ -186,21 +205,37 @@ class Books:
 
     def set_cost(self, engine: int, cost: StepCost) -> None:
         """Note an engine's fitted costs; those that reported none get the median of the others."""
-        self._fitted[engine] = cost
-        common = mean_cost(self._fitted.values())
-        for number in range(len(self)):
-            known = self._fitted.get(number, common)
-            if known is not None and (number == engine or number not in self._fitted):
-                self._costs[:, number] = [getattr(known, k) for k in StepCost.__slots__]
+        self._is_fitted[engine] = True
+        self._put_cost(engine, cost)
+        if not self._is_fitted.all():
+            self._guess_costs()
+
+    def _guess_costs(self) -> None:
+        fitted = self._costs[:, self._is_fitted]
+        cost = StepCost(*np.median(fitted, axis=1).tolist()) if fitted.size else NOMINAL
+        for engine in np.flatnonzero(~self._is_fitted):
+            self._put_cost(int(engine), cost)
+
+    def _put_cost(self, engine: int, cost: StepCost) -> None:
+        self._costs[:, engine] = cost.step, cost.sequence, cost.context, cost.token, cost.pair
+        self._put_step(engine)
+
+    def _put_step(self, engine: int) -> None:
+        """Reckon an engine's step anew, with the sequences that it has now."""
+        sequences, context = self._sequences.item(engine), self._context.item(engine)
+        a, b, c, _, _ = self._costs[:, engine].tolist()
+        self._step_s[engine] = a + b * sequences + c * context
+        self._each_s[engine] = b + c * (context / max(sequences, 1.0))
 
     def cost(self, engine: int) -> StepCost:
-        return StepCost(*(float(value) for value in self._costs[:, engine]))
+        return StepCost(*self._costs[:, engine].tolist())
 
     # Work that is given out, and its ends.
 
     def begin_prefill(self, engine: int, seconds: float, tokens: int, now: float) -> PrefillTicket:
         self._advance(engine, now)
         self._backlog[engine] += seconds
+        self._at_decodes[engine] += seconds
         self._tokens[engine] += tokens
         self._accounts[engine].prefill_given_s += seconds
         return PrefillTicket(engine, seconds, tokens)
@@ -215,6 +250,7 @@ class Books:
         account = self._accounts[engine]
         account.prefill_given_s = max(0.0, account.prefill_given_s - ticket.seconds)
         self._backlog[engine] = min(self._backlog[engine], account.prefill_given_s)
+        self._at_decodes[engine] = self._at[engine] + self._backlog[engine]
         self._tokens[engine] -= ticket.tokens
 
     def begin_decode(
@@ -231,6 +267,7 @@ class Books:
         self._tokens[engine] += tokens
         self._remaining[engine] += expected
         self._longest[engine] = max(self._longest[engine], expected)
+        self._put_step(engine)
         return ticket
 
     def end_decode(self, ticket: DecodeTicket, now: float) -> None:
@@ -245,6 +282,7 @@ class Books:
         self._sequences[engine] -= 1
         self._context[engine] -= ticket.context
         self._tokens[engine] -= ticket.tokens
+        self._put_step(engine)
         while account.targets and not account.targets[0][2].open:
             heapq.heappop(account.targets)
         if not account.targets:
@@ -267,17 +305,17 @@ class Books:
     def snapshot(self, now: float, waiting_s: float = 0.0) -> Snapshot:
         """Return the fleet as it is expected to stand now."""
         a, b, c, d, e = self._costs
-        elapsed = np.maximum(now - self._at, 0.0)
-        backlog = np.maximum(self._backlog - elapsed, 0.0)
-        rest = elapsed - (self._backlog - backlog)
-        steps = rest / (a + b * self._sequences + c * self._context)
-        busy = self._sequences > 0
-        longest = np.where(busy, np.maximum(self._longest - steps, _OVERDUE_TOKENS), 0.0)
-        remaining = np.maximum(
-            self._remaining - steps * self._sequences, _OVERDUE_TOKENS * self._sequences
-        )
-        each = b + c * (self._context / np.maximum(self._sequences, 1.0))
-        drain = backlog + a * longest + each * remaining
+        to_come = self._at_decodes - now
+        backlog = np.maximum(to_come, 0.0)
+        steps = (backlog - to_come) / self._step_s
+        longest = np.maximum(self._longest - steps, _OVERDUE_TOKENS)
+        longest *= self._sequences > 0
+        steps *= self._sequences
+        remaining = np.maximum(self._remaining - steps, _OVERDUE_TOKENS * self._sequences)
+        drain = a * longest
+        drain += backlog
+        remaining *= self._each_s
+        drain += remaining
         return Snapshot(
             names=self._names,
             up=self._up,
@@ -302,15 +340,18 @@ class Books:
 
     def _advance(self, engine: int, now: float) -> None:
         """Bring one account up to now."""
-        elapsed = max(0.0, now - self._at[engine])
-        self._at[engine] = max(now, self._at[engine])
-        done = min(self._backlog[engine], elapsed)
-        self._backlog[engine] -= done
-        sequences = self._sequences[engine]
+        elapsed = now - self._at.item(engine)
+        if elapsed <= 0.0:
+            return
+        self._at[engine] = now
+        backlog = self._backlog.item(engine)
+        done = min(backlog, elapsed)
+        self._backlog[engine] = backlog - done
+        self._at_decodes[engine] = now + backlog - done
+        sequences = self._sequences.item(engine)
         if not sequences or elapsed <= done:
             return
-        step_s = self.cost(engine).decode_step(sequences, float(self._context[engine]))
-        steps = (elapsed - done) / step_s
+        steps = (elapsed - done) / self._step_s.item(engine)
         self._accounts[engine].steps_done += steps
-        self._remaining[engine] = max(0.0, self._remaining[engine] - steps * sequences)
-        self._longest[engine] = max(0.0, self._longest[engine] - steps)
+        self._remaining[engine] = max(0.0, self._remaining.item(engine) - steps * sequences)
+        self._longest[engine] = max(0.0, self._longest.item(engine) - steps)

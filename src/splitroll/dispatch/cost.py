@@ -6,14 +6,16 @@ that attend to q pairs of tokens, is modelled as
     step = a + b n + c C + d p + e q        (all coefficients >= 0)
 
 a, b and c come from steps that only decode, d and e from what steps with a prefill take beyond
-them. Both fits are least squares of relative errors in which old steps fade, so that an engine that
-changes speed is known within some dozen steps, and what an engine has not done lately keeps its
-last value.
+them. Both fits are least squares of relative errors in which old steps fade; what an engine has not
+done lately keeps its last value. When most of the newest dozen steps do not fit what came before,
+the engine has changed its speed: all that is known is scaled to the new one.
 """
 
 from __future__ import annotations
 
+import operator
 import statistics
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,10 @@ _PREFILL_MEMORY = 48
 _CARRY = 0.02
 """Weight of the present coefficients against one step: directions that no step shows keep them."""
 _SWEEPS = 40
+_SETTLED = 1e-6
+_NEWEST = 12
+_OTHER_SPEED = 1.25
+"""An engine has another speed when its newest steps took this many times their estimates."""
 _OUTLIER = 6.0
 """A step that took this many times its estimate is believed only when others follow it: the machine
 paused. One engine that has become slow shows it in every step."""
@@ -91,8 +97,11 @@ class CostFit:
     def observe(self, steps: Sequence[StepStats]) -> None:
         """Learn from steps, oldest first."""
         seen = False
+        if self._cost is None:
+            # What a prefill takes is what it takes beyond decoding: that has to be known first.
+            steps = sorted(steps, key=lambda step: step.prefill_tokens > 0)
         for step in steps:
-            if step.seconds <= 0.0 or self._is_outlier(step):
+            if step.seconds < _LEAST_STEP_S or self._is_outlier(step):
                 continue
             seen = True
             if not step.prefill_tokens:
@@ -101,7 +110,7 @@ class CostFit:
                 # Also of a step with nothing else in it: it pays the constant part too.
                 base = self._base(step)
                 rest = max(step.seconds - base, 0.05 * step.seconds)
-                self._prefill.add((step.prefill_tokens, step.prefill_pairs), rest)
+                self._prefill.add((step.prefill_tokens, step.prefill_pairs), rest, step.seconds)
         if seen and self._decode.known and self._prefill.known:
             a, b, c = self._decode.solve()
             d, e = self._prefill.solve()
@@ -109,7 +118,8 @@ class CostFit:
 
     def _base(self, step: StepStats) -> float:
         if self._cost is None:
-            return 0.0
+            a, b, c = self._decode.solve()  # zeros before any step was seen
+            return StepCost(a, b, c, 0.0, 0.0).decode_step(step.sequences, step.context_tokens)
         return self._cost.decode_step(step.sequences, step.context_tokens)
 
     def _is_outlier(self, step: StepStats) -> bool:
@@ -129,11 +139,11 @@ class TransferFit:
 
     def __init__(self) -> None:
         self._fit = _Fit((1.0, 1e6), _TRANSFER_MEMORY)
-        self._coefficients: Sequence[float] | None = None
+        self._coefficients: tuple[float, float] | None = None
 
     def observe(self, num_bytes: float, seconds: float) -> None:
         """Learn from one transfer."""
-        if seconds > 0.0:
+        if seconds >= _LEAST_STEP_S:
             self._fit.add((1.0, float(num_bytes)), seconds)
             self._coefficients = None
 
@@ -143,10 +153,16 @@ class TransferFit:
 
     def seconds(self, num_bytes: float) -> float:
         """Return the estimate for a transfer; 0 before any was seen."""
+        constant, per_byte = self.coefficients
+        return constant + per_byte * num_bytes
+
+    @property
+    def coefficients(self) -> tuple[float, float]:
+        """Seconds of any transfer, and per byte; zeros before any was seen."""
         if self._coefficients is None:
-            self._coefficients = self._fit.solve()
-        constant, rate = self._coefficients
-        return constant + rate * num_bytes
+            constant, per_byte = self._fit.solve()
+            self._coefficients = constant, per_byte
+        return self._coefficients
 
 
 class _Fit:
@@ -159,6 +175,7 @@ class _Fit:
         self._matrix = [[0.0] * size for _ in range(size)]
         self._vector = [0.0] * size
         self._solution = [0.0] * size
+        self._newest: deque[tuple[list[float], float, float]] = deque(maxlen=_NEWEST)
         self.known = False
 
     def start(self, coefficients: Sequence[float]) -> None:
@@ -166,31 +183,77 @@ class _Fit:
         self._solution = [v * s for v, s in zip(coefficients, self._scales, strict=True)]
         self.known = True
 
-    def add(self, row: Sequence[float], seconds: float) -> None:
+    def add(self, row: Sequence[float], seconds: float, whole: float | None = None) -> None:
+        """Learn from one observation; of a part, errors are relative to the whole."""
         x = [value / scale for value, scale in zip(row, self._scales, strict=True)]
-        weight = 1.0 / seconds**2
+        self._add(x, seconds, whole or seconds)
+        self.known = True
+
+    def _add(self, x: list[float], seconds: float, whole: float) -> None:
+        weight = 1.0 / whole**2
         for i, xi in enumerate(x):
             line = self._matrix[i]
             for j, xj in enumerate(x):
                 line[j] = line[j] * self._keep + weight * xi * xj
             self._vector[i] = self._vector[i] * self._keep + weight * xi * seconds
-        self.known = True
+        self._newest.append((x, seconds, whole))
 
     def solve(self) -> tuple[float, ...]:
-        """Return the coefficients, by coordinate descent from the last ones."""
+        """Return the coefficients."""
         if self.known:
-            matrix, solution = self._matrix, self._solution
-            size = len(solution)
-            carry = [_CARRY * matrix[i][i] / (1.0 / (1.0 - self._keep)) for i in range(size)]
-            before = list(solution)
-            first = not any(before)
-            for _ in range(_SWEEPS):
-                for i in range(size):
-                    hold = 0.0 if first else carry[i]
-                    scale = matrix[i][i] + hold
-                    if scale <= 0.0:
-                        continue
-                    others = sum(matrix[i][j] * solution[j] for j in range(size) if j != i)
-                    value = (self._vector[i] - others + hold * before[i]) / scale
-                    solution[i] = max(0.0, value)
+            self._descend()
+            # What other coefficients can explain is explained by now.
+            if self._is_other_speed():
+                self._rescale()
+                self._descend()
         return tuple(v / scale for v, scale in zip(self._solution, self._scales, strict=True))
+
+    def _descend(self) -> None:
+        """Go from the last solution to the present one, coordinate by coordinate."""
+        matrix, solution = self._matrix, self._solution
+        size = len(solution)
+        before = list(solution)
+        carry = _CARRY * (1.0 - self._keep) if any(before) else 0.0
+        holds = [carry * matrix[i][i] for i in range(size)]
+        for _ in range(_SWEEPS):
+            moved = 0.0
+            for i in range(size):
+                line, last = matrix[i], solution[i]
+                scale = line[i] + holds[i]
+                if scale <= 0.0:
+                    continue
+                rest = self._vector[i] - sum(map(operator.mul, line, solution))
+                value = (rest + line[i] * last + holds[i] * before[i]) / scale
+                solution[i] = value if value > 0.0 else 0.0
+                moved = max(moved, abs(solution[i] - last))
+            if moved <= _SETTLED * max(solution):
+                return
+
+    def _estimate(self, x: list[float]) -> float:
+        return max(sum(v * w for v, w in zip(x, self._solution, strict=True)), _LEAST_STEP_S)
+
+    def _is_other_speed(self) -> bool:
+        if len(self._newest) < _NEWEST:
+            return False
+        ratio = statistics.median(
+            whole / (whole - seconds + self._estimate(x)) for x, seconds, whole in self._newest
+        )
+        return not 1 / _OTHER_SPEED < ratio < _OTHER_SPEED
+
+    def _rescale(self) -> None:
+        """Take all before the newest steps as if the engine had had its present speed."""
+        newest = list(self._newest)
+        self._newest.clear()
+        now = newest[_NEWEST // 2 :]
+        factor = statistics.median(seconds / self._estimate(x) for x, seconds, _ in now)
+        for back, (x, seconds, whole) in enumerate(reversed(newest)):
+            weight = self._keep**back / whole**2
+            for i, xi in enumerate(x):
+                for j, xj in enumerate(x):
+                    self._matrix[i][j] -= weight * xi * xj
+                self._vector[i] -= weight * xi * seconds
+        self._matrix = [[max(0.0, v) / factor**2 for v in line] for line in self._matrix]
+        self._vector = [max(0.0, v) / factor for v in self._vector]
+        self._solution = [value * factor for value in self._solution]
+        for x, seconds, whole in now:
+            self._add(x, seconds, whole)

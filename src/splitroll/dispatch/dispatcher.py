@@ -94,7 +94,7 @@ class _Progress:
     """What one group has so far.
 
     Attributes:
-        begun: samples that are to go on: given so, or after a segment.
+        begun: samples that are to go on: given so, or after a segment; `begun_s`: when it ended.
         running: requests that engines have now.
         ending: its caller wants what there is, and no more.
     """
@@ -104,6 +104,7 @@ class _Progress:
     accepted_s: float
     weight_version: int
     begun: dict[int, Sample] = field(default_factory=dict)
+    begun_s: dict[int, float] = field(default_factory=dict)
     done: dict[int, Sample] = field(default_factory=dict)
     running: dict[str, Engine] = field(default_factory=dict)
     causes: list[str] = field(default_factory=list)
@@ -643,6 +644,8 @@ class Dispatcher:
                 if output is None:
                     return
                 leg = self._leg(name, source, request, leader, result, progress)
+                if index in progress.begun_s:
+                    leg = replace(leg, accepted_s=progress.begun_s[index])
                 if self._note_output(index, output, segments[index], leg, engine, progress, piece):
                     at = _Cut(engine, output)
                     tasks.create_task(self._go_on(index, progress, at=at))
@@ -661,7 +664,7 @@ class Dispatcher:
             finally:
                 arrived()
             self._note_result(result, source, engine, progress)
-            self._learn(result, source, number, leader, requests, progress)
+            self._learn(result, source, number, leader, requests)
 
     def _leg(
         self,
@@ -709,6 +712,7 @@ class Dispatcher:
         sample = assemble(progress.work, index, leg, output, begun)
         if is_cut(segment, output):
             progress.begun[index] = sample
+            progress.begun_s[index] = self._clock()
             if not (self._ending_early or progress.ending):
                 return True
             if output.kv is not None:
@@ -750,15 +754,12 @@ class Dispatcher:
         number: int,
         leader: str,
         requests: Mapping[int, DecodeRequest],
-        progress: _Progress,
     ) -> None:
-        """Tell the allocator what the leader's answer says of caches and transfers."""
+        """Tell the allocator what the leader's answer says of transfers."""
         output = result.outputs.get(leader)
         if output is None or not output.token_ids:
             return
-        if source.handle is None:
-            self.allocator.note_cached(number, progress.piece, output.cached_tokens)
-        elif result.handed_off:
+        if source.handle is not None and result.handed_off:
             prefill = self.allocator.books.number(source.handle.prefill_engine)
             tokens = len(next(iter(requests.values())).token_ids)
             self.allocator.observe_transfer(prefill, number, tokens, output.wait_s)

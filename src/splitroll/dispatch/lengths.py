@@ -13,6 +13,8 @@ _KEPT = 4096
 """Finished samples that are remembered for each max_tokens."""
 _PROMPTS_KEPT = 65_536
 _REFRESH = 64
+_REFRESH_SHARE = 16
+"""What is known is reckoned anew when it has grown by 1/16, or by 64 samples."""
 _UNKNOWN_SHARE = 0.5
 """Of max_tokens, that a sample is thought to need before any has finished."""
 _PRIOR_SAMPLES = 2.0
@@ -84,7 +86,7 @@ class _History:
         return (self._sums[-1] - before) / longer - age
 
     def _refresh(self) -> None:
-        if self._fresh >= min(_REFRESH, len(self._lengths)) or not self._sorted:
+        if self._fresh >= min(_REFRESH, 1 + len(self._sorted) // _REFRESH_SHARE):
             self._sorted = sorted(self._lengths)
             self._sums = list(itertools.accumulate(self._sorted))
             self._fresh = 0

@@ -211,18 +211,22 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Option:
-    """A route with its estimates, in seconds; see `Why`."""
+    """A route with its estimates, in seconds; see `Why`. `prefill` is -1 without a handoff."""
 
-    parts: tuple[Part, ...]
+    prefill: int
+    decodes: Sequence[int]
     finish: float
     touched: float
     added: float
+    score: float
 
-    @property
-    def score(self) -> float:
-        return self.finish + _WORK_WEIGHT * self.added + _DRAIN_WEIGHT * self.touched
+    def parts(self, samples: int) -> tuple[Part, ...]:
+        return tuple(
+            Part(decode if self.prefill < 0 else self.prefill, decode, share)
+            for decode, share in zip(self.decodes, _shares(samples, len(self.decodes)), strict=True)
+        )
 
 
 @dataclass(slots=True)
@@ -232,16 +236,33 @@ class _Costs:
     snapshot: Snapshot
     work: Work
     prefill: Floats = field(init=False)
-    """Seconds of computing what is not cached, on every engine."""
+    """Seconds of computing what is not there, on every engine."""
     cached: Floats = field(init=False)
+    context: float = field(init=False)
+    """Tokens of a sequence's context in the mean over its life."""
+    rest: int = field(init=False)
+    """Prompt tokens that fill no block."""
+    each: Floats = field(init=False)
+    """Seconds that one more sequence adds to a step."""
 
     def __post_init__(self) -> None:
         snapshot, work = self.snapshot, self.work
         tokens = work.prompt_tokens
         self.cached = _cached_tokens(work, len(snapshot.names))
-        new = tokens - self.cached
-        pairs = new * (tokens + self.cached) / 2
-        self.prefill = snapshot.token * new + snapshot.pair * pairs
+        if work.cached:
+            new = tokens - self.cached
+            self.prefill = snapshot.token * new
+            new *= tokens + self.cached
+            new *= 0.5
+            self.prefill += snapshot.pair * new
+        else:
+            self.prefill = snapshot.token * tokens + snapshot.pair * (tokens * tokens / 2)
+        if work.held_by >= 0:
+            self.prefill[work.held_by] = 0.0
+        self.context = tokens + work.expected / 2
+        self.rest = (tokens - 1) % work.block_size + 1
+        self.each = snapshot.context_cost * self.context
+        self.each += snapshot.sequence
 
     def steps(self) -> Floats:
         """Return the seconds of the steps that each engine would not make without the work."""
@@ -251,31 +272,27 @@ class _Costs:
 
     def tokens(self, samples: int) -> Floats:
         """Return the seconds that so many samples add to the steps of each engine."""
-        snapshot, work = self.snapshot, self.work
-        context = work.prompt_tokens + work.expected / 2
-        each: Floats = snapshot.sequence + snapshot.context_cost * context
-        return (work.expected * samples) * each
+        return (self.work.expected * samples) * self.each
 
-    def joining(self, engine: int, samples: int) -> float:
-        """Return the seconds of what each sibling computes itself: what fills no block."""
-        rest = (self.work.prompt_tokens - 1) % self.work.block_size + 1
-        return float(self.snapshot.token[engine]) * rest * max(0, samples - 1)
-
-    def alone(self, engine: int, samples: int) -> float:
-        """Return how long the work decodes on an engine if nothing there ends meanwhile."""
-        snapshot, work = self.snapshot, self.work
-        context = work.prompt_tokens + work.expected / 2
-        step = snapshot.step[engine] + snapshot.sequence[engine] * (
-            snapshot.sequences[engine] + samples
+    def on(self, engine: int, samples: int) -> tuple[float, float, float]:
+        """Return the seconds of samples on one engine: of what each sibling computes itself, which
+        is what fills no block; that they add to its steps; of all their steps if nothing that runs
+        there ends meanwhile."""
+        snapshot, expected = self.snapshot, self.work.expected
+        joining = snapshot.token.item(engine) * self.rest * (samples - 1)
+        tokens = expected * samples * self.each.item(engine)
+        step = snapshot.step.item(engine) + snapshot.sequence.item(engine) * (
+            snapshot.sequences.item(engine) + samples
         )
-        step += snapshot.context_cost[engine] * (snapshot.context[engine] + samples * context)
-        return float(step) * work.expected
+        context = snapshot.context.item(engine) + samples * self.context
+        step += snapshot.context_cost.item(engine) * context
+        return joining, tokens, step * expected
 
     def transfer(self, decode: int) -> float:
         """Return the seconds of moving the prompt's KV to an engine, as far as it lacks it."""
         constant, per_byte = self.work.transfer
         size = self.work.block_size
-        blocks = -(-(self.work.prompt_tokens - float(self.cached[decode])) // size)
+        blocks = -(-(self.work.prompt_tokens - self.cached.item(decode)) // size)
         return constant + per_byte * blocks * self.work.block_bytes
 
 
@@ -291,35 +308,49 @@ class _Chooser:
         self._total = float(snapshot.drain_s @ snapshot.up)
         self._engines = max(1, int(np.count_nonzero(snapshot.up)))
         self._steps = self._costs.steps()
-        self._decode_all = self._steps + self._costs.tokens(work.samples)
         self._crowded = _crowding(snapshot, work.samples)
+        self._busy = snapshot.drain_s + self._steps
+        self._busy += self._crowded
+        """Seconds that an engine needs for all that it has, in the steps that the work needs."""
+        self._done = self._busy + self._costs.tokens(work.samples)
 
     def local(self) -> _Option | None:
         """Return the best route on one engine, or with the samples spread over several."""
         if not self._decodes.size:
             return None
-        keys = (self._snapshot.drain_s + self._costs.prefill + self._decode_all + self._crowded)[
-            self._decodes
-        ]
-        best = self._local_on((int(self._decodes[np.argmin(keys)]),))
+        keys = (self._done + self._costs.prefill).take(self._decodes)
+        best = self._local_on((self._decodes.item(int(keys.argmin())),))
         return self._spread(best, keys)
 
     def handoff(self) -> _Option | None:
         """Return the best route with a prefill engine that is not the decode engine."""
         if not self._decodes.size or not self._prefills.size:
             return None
-        snapshot, costs = self._snapshot, self._costs
-        keys = snapshot.drain_s + self._decode_all + self._crowded
-        decodes = _least(keys, self._decodes)
-        if self._work.held_by >= 0:
-            prefills = [self._work.held_by]
+        snapshot, costs, work = self._snapshot, self._costs, self._work
+        decodes = _least(self._done, self._decodes)
+        if work.held_by >= 0:
+            prefills = [work.held_by]
         else:
             # The two best for either part: one engine may be the best for both.
             prefills = _least(snapshot.backlog_s + costs.prefill, self._prefills)
             prefills += _least(snapshot.drain_s + costs.prefill, self._prefills)
-        pairs = {(p, d) for p in prefills for d in decodes if p != d}
-        options = [self._moved(p, d) for p, d in sorted(pairs)]
-        return min(options, key=lambda option: option.score, default=None)
+        there = [self._arriving(decode) for decode in sorted(decodes)]
+        best: _Option | None = None
+        for prefill in sorted(set(prefills)):
+            compute = costs.prefill.item(prefill)
+            begins = compute
+            if work.held_by < 0:
+                begins += snapshot.backlog_s.item(prefill)
+            ends = snapshot.drain_s.item(prefill) + compute if compute else 0.0
+            for decode, transfer, drain, alone, more in there:
+                if decode == prefill:
+                    continue
+                touched = max(drain, begins + transfer + alone, ends)
+                added = compute + transfer + more
+                finish, score = self._score(touched, added)
+                if best is None or score < best.score:
+                    best = _Option(prefill, (decode,), finish, touched, added, score)
+        return best
 
     def route(
         self, policy: str, local: _Option | None, handoff: _Option | None
@@ -328,7 +359,7 @@ class _Chooser:
         if chosen is None:
             return None
         if local is not None and handoff is not None:
-            both = self._snapshot.decodes[handoff.parts[0].prefill]
+            both = self._snapshot.decodes[handoff.prefill]
             margin = _HANDOFF_MARGIN if both else 0.0
             if handoff.score < (1 - margin) * local.score:
                 chosen = handoff
@@ -339,40 +370,29 @@ class _Chooser:
             added=chosen.added,
             added_local=local.added if local else chosen.added,
         )
-        return GroupRoute(chosen.parts, why)
+        return GroupRoute(chosen.parts(self._work.samples), why)
 
     def _local_on(self, engines: Sequence[int]) -> _Option:
-        added, touched = 0.0, 0.0
-        parts = []
+        costs, added, touched = self._costs, 0.0, 0.0
         shares = _shares(self._work.samples, len(engines))
-        tokens = {samples: self._costs.tokens(samples) for samples in set(shares)}
         for engine, samples in zip(engines, shares, strict=True):
-            held = engine == self._work.held_by
-            prefill = 0.0 if held else float(self._costs.prefill[engine])
-            more = prefill + self._costs.joining(engine, samples) + float(tokens[samples][engine])
-            drain = float(self._snapshot.drain_s[engine] + self._crowded[engine]) + more
-            drain += float(self._steps[engine])
-            own = float(self._snapshot.backlog_s[engine]) + prefill
-            touched = max(touched, drain, own + self._costs.alone(engine, samples))
+            prefill = costs.prefill.item(engine)
+            joining, tokens, alone = costs.on(engine, samples)
+            more = prefill + joining + tokens
+            drain = self._busy.item(engine) + more
+            own = self._snapshot.backlog_s.item(engine) + prefill
+            touched = max(touched, drain, own + alone)
             added += more
-            parts.append(Part(engine, engine, samples))
-        return self._option(tuple(parts), touched, added)
+        finish, score = self._score(touched, added)
+        return _Option(-1, engines, finish, touched, added, score)
 
-    def _moved(self, prefill: int, decode: int) -> _Option:
-        snapshot, costs, work = self._snapshot, self._costs, self._work
-        compute = 0.0 if prefill == work.held_by else float(costs.prefill[prefill])
-        transfer = costs.transfer(decode)
-        joining = costs.joining(decode, work.samples)
-        more = joining + float(self._decode_all[decode] - self._steps[decode])
-        there = compute + transfer
-        if work.held_by < 0:
-            there += float(snapshot.backlog_s[prefill])
-        drain = float(snapshot.drain_s[decode] + self._crowded[decode] + self._steps[decode]) + more
-        touched = max(drain, there + joining + costs.alone(decode, work.samples))
-        if compute:
-            touched = max(touched, float(snapshot.drain_s[prefill]) + compute)
-        parts = (Part(prefill, decode, work.samples),)
-        return self._option(parts, touched, compute + transfer + more)
+    def _arriving(self, decode: int) -> tuple[int, float, float, float, float]:
+        """Return an engine, with the seconds of moving the KV there, until it has done all that it
+        has then, of the samples from their arrival on, and that they add."""
+        joining, tokens, alone = self._costs.on(decode, self._work.samples)
+        more = joining + tokens
+        transfer = self._costs.transfer(decode)
+        return decode, transfer, self._busy.item(decode) + more, joining + alone, more
 
     def _spread(self, best: _Option, keys: Floats) -> _Option:
         """Return the best number of engines for a group's samples: more of them cost a prefill
@@ -382,22 +402,23 @@ class _Chooser:
             return best
         counts = [c for c in (*_SPREADS, self._decodes.size) if c <= self._decodes.size]
         if asked is not None:
-            counts = [min(asked, int(self._decodes.size))]
+            counts = [min(asked, samples, int(self._decodes.size))]
         waits = (self._total + self._snapshot.waiting_s) / self._engines
         if asked is None and best.touched <= waits:
             return best  # there is enough to do for the others
-        order = self._decodes[np.argsort(keys, kind="stable")]
+        order = self._decodes[_first(keys, samples)].tolist()
         for count in dict.fromkeys(counts):
             if count > samples:
                 break
-            option = self._local_on([int(e) for e in order[:count]])
+            option = self._local_on(order[:count])
             if asked is not None or option.score < best.score * (1 - _SPREAD_MARGIN):
                 best = option
         return best
 
-    def _option(self, parts: tuple[Part, ...], touched: float, added: float) -> _Option:
-        mean = (self._total + self._snapshot.waiting_s + added) / self._engines
-        return _Option(parts, max(touched, mean), touched, added)
+    def _score(self, touched: float, added: float) -> tuple[float, float]:
+        """Return when all known work is done, and what routes are compared by."""
+        finish = max(touched, (self._total + self._snapshot.waiting_s + added) / self._engines)
+        return finish, finish + _WORK_WEIGHT * added + _DRAIN_WEIGHT * touched
 
 
 def share(indices: Sequence[int], engines: Sequence[E]) -> list[tuple[E, tuple[int, ...]]]:
@@ -432,7 +453,7 @@ def _split(prefill: int, decodes: Numbers, work: Work, why: Why) -> GroupRoute:
 
 def _numbers(mask: Bools, avoid: int) -> Numbers:
     """Return the engines of a mask, without those to avoid unless there are no others."""
-    numbers = np.flatnonzero(mask)
+    numbers = mask.nonzero()[0]
     if not avoid:
         return numbers
     fresh = np.array([n for n in numbers if not avoid >> int(n) & 1], dtype=numbers.dtype)
@@ -441,17 +462,26 @@ def _numbers(mask: Bools, avoid: int) -> Numbers:
 
 def _least(keys: Floats, numbers: Numbers) -> list[int]:
     """Return the two of these engines with the least keys, least first."""
-    mine = keys[numbers]
-    first = int(np.argmin(mine))
+    mine = keys.take(numbers)
+    first = int(mine.argmin())
     if mine.size == 1:
-        return [int(numbers[first])]
+        return [numbers.item(first)]
     mine[first] = np.inf
-    return [int(numbers[first]), int(numbers[np.argmin(mine)])]
+    return [numbers.item(first), numbers.item(int(mine.argmin()))]
+
+
+def _first(keys: Floats, count: int) -> Numbers:
+    """Return the places of so many least keys, least first; of equal ones in their order."""
+    if count >= keys.size:
+        return np.argsort(keys, kind="stable")
+    least: Numbers = (keys <= np.partition(keys, count - 1)[count - 1]).nonzero()[0]
+    return least[np.argsort(keys[least], kind="stable")[:count]]
 
 
 def _crowding(snapshot: Snapshot, samples: int) -> Floats:
     """Return the seconds that work would wait for seats, about: a wave of what runs there."""
-    over: Floats = np.maximum(samples - snapshot.free_seats, 0.0)
+    over: Floats = samples - snapshot.free_seats
+    np.maximum(over, 0.0, out=over)
     if not over.any():
         return over
     waits: Floats = over / np.maximum(snapshot.sequences + over, 1.0) * snapshot.drain_s

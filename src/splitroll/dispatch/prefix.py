@@ -1,7 +1,8 @@
 """Which engine holds which prefix blocks in its cache, as far as can be known from outside. Pure.
 
-Fed by what was dispatched, corrected by what engines report of each request (prompt tokens that
-they did not compute), and bounded like their caches: the least recently used block goes first.
+Fed by what was dispatched and bounded like the engines' caches: the least recently used block goes
+first. What an engine turns out to have lacked needs no correction, since it has computed it by the
+time that it says so.
 """
 
 from __future__ import annotations
@@ -55,14 +56,6 @@ class PrefixIndex:
         while len(held) > self._capacity[engine]:
             block, _ = held.popitem(last=False)
             self._drop_holder(block, engine)
-
-    def correct(self, engine: int, blocks: Sequence[BlockHash], held_blocks: int) -> None:
-        """Note that an engine held only so many of these blocks when it looked."""
-        held = self._held[engine]
-        for block in blocks[held_blocks:]:
-            if block in held:
-                del held[block]
-                self._drop_holder(block, engine)
 
     def depths(self, blocks: Sequence[BlockHash]) -> list[tuple[int, int]]:
         """Return (mask of engines, leading blocks that exactly these hold), deepest last; engines
