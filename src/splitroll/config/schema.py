@@ -57,10 +57,10 @@ class Dispatch(Section):
     roles: Literal["elastic", "strict"] = "elastic"
     """elastic: any engine may prefill, decode, hand KV out and load it; roles are preferences.
     strict: prefill engines prefill, decode engines decode, as far as both are up."""
-    segment_tokens: int | None = Field(256, ge=16)
-    """Long samples are generated in segments of as many tokens; between two, a sample may move to
-    another engine with its KV. Null generates every sample in one go. Sampled tokens depend on it,
-    for a seeded generator begins anew in every segment."""
+    segment_tokens: int | None = Field(128, ge=16)
+    """Long samples are generated in segments of about as many tokens, each to the end of a block;
+    between two, a sample may move to another engine with its KV. Null generates every sample in one
+    go. Sampled tokens depend on it, for a seeded generator begins anew in every segment."""
     decode_engines_per_group: int | None = Field(None, ge=1)
     """Over how many decode engines a group's samples are spread; one KV transfer, or one more
     prefill, for each. Null: one, but for `adaptive`, which spreads a group where that pays."""

@@ -95,6 +95,11 @@ class Allocator:
         if not up:
             self._prefixes.forget(engine)
 
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block of KV, the same on all engines; 1 before any is known."""
+        return self._blocks[0][0] if self._blocks else 1
+
     def forget_prefixes(self) -> None:
         """Note that the weights changed: no cached KV is worth anything."""
         for engine in range(len(self.books)):

@@ -88,9 +88,17 @@ def can_segment(sampling: SamplingParams) -> bool:
 
 
 def next_segment(
-    work: GroupWork, index: int, begun: Sample | None, segment_tokens: int | None
+    work: GroupWork,
+    index: int,
+    begun: Sample | None,
+    segment_tokens: int | None,
+    block_size: int = 1,
 ) -> Segment:
-    """Return what to ask for next of a sample of which `begun` is there."""
+    """Return what to ask for next of a sample of which `begun` is there.
+
+    Segments end where all tokens but the last fill whole blocks of KV: going on there finds them
+    in the prefix cache, and computes no more than the last token.
+    """
     seed = derive_seed(work.seed, index) if begun is None else begun.seed
     done = 0 if begun is None else len(begun.token_ids)
     sampling = work.sampling
@@ -98,7 +106,9 @@ def next_segment(
     if segment_tokens is None or not can_segment(sampling):
         tokens = left
     else:
-        tokens = min(left, segment_tokens - done % segment_tokens)
+        beyond = (1 - len(work.prompt.token_ids)) % block_size
+        size = -(-segment_tokens // block_size) * block_size
+        tokens = min(left, _next_border(done, size, beyond) - done)
     token_ids = work.prompt.token_ids
     if done:
         assert begun is not None
@@ -109,6 +119,11 @@ def next_segment(
         sampling, max_tokens=tokens, min_tokens=min(tokens, max(0, sampling.min_tokens - done))
     )
     return Segment(token_ids, sampling, seed, cut=tokens < left)
+
+
+def _next_border(done: int, size: int, beyond: int) -> int:
+    """Return the least size * j + beyond, of j from 1, that is above `done`."""
+    return size * max(1, (done - beyond) // size + 1) + beyond
 
 
 def is_cut(segment: Segment, output: DecodeOutput) -> bool:

@@ -437,7 +437,8 @@ class Dispatcher:
             for part, indices in zip(
                 route.parts, _dealt(fresh, [part.samples for part in route.parts]), strict=True
             ):
-                # The load counts from now, before any task has begun.
+                # The load counts from now, before any task has begun, and the prompt as well.
+                self.allocator.note_prompt(part.decode, progress.piece)
                 places = self._places(progress.piece, part.decode, indices)
                 carried = self._carry(part, places, progress, why, alone=len(route.parts) == 1)
                 tasks.create_task(_closing(carried, places))
@@ -776,7 +777,11 @@ class Dispatcher:
 
     def _segment(self, progress: _Progress, index: int) -> Segment:
         return next_segment(
-            progress.work, index, progress.begun.get(index), self._settings.segment_tokens
+            progress.work,
+            index,
+            progress.begun.get(index),
+            self._settings.segment_tokens,
+            self.allocator.block_size,
         )
 
     def _request(self, segment: Segment) -> DecodeRequest:

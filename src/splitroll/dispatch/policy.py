@@ -34,8 +34,10 @@ _DRAIN_WEIGHT = 0.02
 they decide between routes that finish alike."""
 _SPREADS = (2, 4, 8)
 _SPREAD_MARGIN = 0.02
-_HANDOFF_MARGIN = 0.05
-"""By how much a handoff between engines that both decode must be better than none."""
+_HANDOFF_MARGIN = 0.5
+_NOISE = 0.05
+"""By how much a handoff between engines that both decode must be better: half of the work that the
+local route adds, and more than estimates of drain times are wrong."""
 _LEAST_LOADED = 1e9
 
 
@@ -318,6 +320,9 @@ class _Chooser:
         """Return the best route on one engine, or with the samples spread over several."""
         if not self._decodes.size:
             return None
+        if (self._decodes == self._work.held_by).any():
+            # Elsewhere the KV would be moved to, not computed again.
+            return self._local_on((self._work.held_by,))
         keys = (self._done + self._costs.prefill).take(self._decodes)
         best = self._local_on((self._decodes.item(int(keys.argmin())),))
         return self._spread(best, keys)
@@ -360,8 +365,8 @@ class _Chooser:
             return None
         if local is not None and handoff is not None:
             both = self._snapshot.decodes[handoff.prefill]
-            margin = _HANDOFF_MARGIN if both else 0.0
-            if handoff.score < (1 - margin) * local.score:
+            margin = max(_HANDOFF_MARGIN * local.added, _NOISE * local.touched) if both else 0.0
+            if handoff.score < local.score - margin:
                 chosen = handoff
         why = Why(
             policy,

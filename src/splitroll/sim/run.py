@@ -234,6 +234,7 @@ class _Step:
         allocator = self._allocator
         ticket = allocator.begin_prefill(part.prefill, piece, now)
         held = [allocator.begin_decode(part.decode, piece, now) for _ in samples]
+        allocator.note_prompt(part.decode, piece)
 
         def prefilled(now: float) -> None:
             now += self._sim.model.latency_s
