@@ -187,14 +187,16 @@ class Books:
     def set_cost(self, engine: int, cost: StepCost) -> None:
         """Note an engine's fitted costs; those that reported none get the median of the others."""
         self._fitted[engine] = cost
+        self._costs[:, engine] = [getattr(cost, k) for k in StepCost.__slots__]
+        if len(self._fitted) == len(self):
+            return
         common = mean_cost(self._fitted.values())
         for number in range(len(self)):
-            known = self._fitted.get(number, common)
-            if known is not None and (number == engine or number not in self._fitted):
-                self._costs[:, number] = [getattr(known, k) for k in StepCost.__slots__]
+            if number not in self._fitted:
+                self._costs[:, number] = [getattr(common, k) for k in StepCost.__slots__]
 
     def cost(self, engine: int) -> StepCost:
-        return StepCost(*(float(value) for value in self._costs[:, engine]))
+        return StepCost(*self._costs[:, engine].tolist())
 
     # Work that is given out, and its ends.
 

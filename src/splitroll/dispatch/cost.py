@@ -25,6 +25,8 @@ _PREFILL_MEMORY = 48
 _CARRY = 0.02
 """Weight of the present coefficients against one step: directions that no step shows keep them."""
 _SWEEPS = 40
+_SETTLED = 1e-9
+"""Relative change of every coefficient at which further sweeps are left out."""
 _OUTLIER = 6.0
 """A step that took this many times its estimate is believed only when others follow it: the machine
 paused. One engine that has become slow shows it in every step."""
@@ -185,6 +187,7 @@ class _Fit:
             before = list(solution)
             first = not any(before)
             for _ in range(_SWEEPS):
+                last = list(solution)
                 for i in range(size):
                     hold = 0.0 if first else carry[i]
                     scale = matrix[i][i] + hold
@@ -193,4 +196,9 @@ class _Fit:
                     others = sum(matrix[i][j] * solution[j] for j in range(size) if j != i)
                     value = (self._vector[i] - others + hold * before[i]) / scale
                     solution[i] = max(0.0, value)
+                if all(
+                    abs(new - old) <= _SETTLED * old
+                    for new, old in zip(solution, last, strict=True)
+                ):
+                    break
         return tuple(v / scale for v, scale in zip(self._solution, self._scales, strict=True))
