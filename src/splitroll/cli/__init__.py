@@ -71,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(weights)
     weights.add_argument("--rounds", type=int, default=5, help="of each fleet (%(default)s)")
     weights.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    simulate = commands.add_parser("simulate", help="simulate a rollout step on large fleets")
+    _add_simulate(simulate)
     return parser
 
 
@@ -138,6 +140,33 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="of each alternative (%(default)s)")
     parser.add_argument("--out", metavar="DIR", help="write the results and charts there")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engines", type=int, nargs="+", default=[8, 64, 256, 1024], help="of each fleet"
+    )
+    parser.add_argument("--workload", default="burst", metavar="NAME", help="(%(default)s)")
+    parser.add_argument("--policy", default="adaptive", metavar="NAME", help="(%(default)s)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--samples", type=int, default=100_000, help="of the step, over all engines (%(default)s)"
+    )
+    size.add_argument("--per-engine", type=int, help="samples of each engine instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the workload (%(default)s)")
+    parser.add_argument(
+        "--cost",
+        metavar="STEP,SEQUENCE,CONTEXT,TOKEN,PAIR",
+        help="seconds of a step's terms (fitted to an engine on two CPU cores)",
+    )
+    parser.add_argument("--segment-tokens", type=int, default=256, help="0 is off (%(default)s)")
+    parser.add_argument(
+        "--seats-by-sample",
+        action="store_true",
+        help="a sample gives its seat back when it ends, not when its group has ended",
+    )
+    parser.add_argument("--oracle", action="store_true", help="tell the policy every length")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
