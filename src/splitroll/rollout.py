@@ -58,6 +58,8 @@ _VOCAB_FOR_PROOF = 4096
 """The proof's prompt uses low token ids only, which every model has."""
 
 _CLEANUP_MARGIN_S = 10.0
+_LEAST_QUEUED = 64
+"""Groups of a call that are under way or wait at least, however few seats there are."""
 
 OnError = Literal["raise", "yield"]
 OnState = Callable[[Fleet], None]
@@ -280,7 +282,7 @@ class Rollout:
         running: set[asyncio.Task[_Outcome]] = set()
         try:
             while True:
-                while len(running) < self.config.dispatch.max_queued_groups:
+                while len(running) < self._most_groups(n):
                     work = next(waiting, None)
                     if work is None:
                         break
@@ -299,6 +301,13 @@ class Rollout:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+
+    def _most_groups(self, n: int) -> int:
+        """Return how many groups may be under way, or wait, at once."""
+        if (most := self.config.dispatch.max_queued_groups) is not None:
+            return most
+        seats = sum(engine.info.max_num_seqs for engine in self.fleet.ready())
+        return max(_LEAST_QUEUED, 2 * seats // n)
 
     def plan(
         self,

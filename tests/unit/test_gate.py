@@ -147,3 +147,21 @@ def test_nothing_waits_for_ever_while_keys_grow_with_time(
         await asyncio.gather(*come, return_exceptions=True)
 
     asyncio.run(run())
+
+
+async def test_parts_that_are_given_back_early_let_others_in() -> None:
+    gate = WeightedGate(8)
+    async with gate.hold_parts(8, 4) as give_back:
+        waiting = asyncio.create_task(gate.acquire(4))
+        await asyncio.sleep(0)
+        give_back()
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        give_back()
+        await asyncio.sleep(0)
+        assert waiting.done()
+        for _ in range(5):
+            give_back()  # no more than was held is ever given back
+        assert gate.held == 4
+    assert gate.held == 4
+    gate.release(4)

@@ -51,7 +51,6 @@ def test_other_seeds_give_other_steps() -> None:
     speeds=st.lists(st.sampled_from([0.5, 1.0, 1.0, 3.0]), max_size=7),
     seats=st.integers(1, 64),
     segment=st.sampled_from([None, 16, 64, 256]),
-    by_sample=st.booleans(),
     elastic=st.booleans(),
     oracle=st.booleans(),
 )
@@ -65,7 +64,6 @@ def test_every_sample_ends_once_and_no_load_stays(
     speeds: list[float],
     seats: int,
     segment: int | None,
-    by_sample: bool,
     elastic: bool,
     oracle: bool,
 ) -> None:
@@ -76,7 +74,6 @@ def test_every_sample_ends_once_and_no_load_stays(
         policy,
         elastic=elastic,
         segment_tokens=segment,
-        hold="sample" if by_sample else "group",
         oracle=oracle,
     ).run(load)
     assert len(result.ended) == load.samples
@@ -122,12 +119,6 @@ def test_segments_do_not_prolong_a_long_tail(seed: int) -> None:
     load = make_load("long-tail", seed, 6)
     whole = simulate(load, segment_tokens=None).makespan_s
     assert simulate(load).makespan_s <= 1.05 * whole
-
-
-def test_seats_that_samples_give_back_themselves_are_used_sooner() -> None:
-    load = make_load("long-tail", 0, 20)
-    by_group = simulate(load).makespan_s
-    assert simulate(load, hold="sample").makespan_s < 0.85 * by_group
 
 
 def test_a_study_s_shares_add_up() -> None:

@@ -161,11 +161,6 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         help="seconds of a step's terms (fitted to an engine on two CPU cores)",
     )
     parser.add_argument("--segment-tokens", type=int, default=256, help="0 is off (%(default)s)")
-    parser.add_argument(
-        "--seats-by-sample",
-        action="store_true",
-        help="a sample gives its seat back when it ends, not when its group has ended",
-    )
     parser.add_argument("--oracle", action="store_true", help="tell the policy every length")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 

@@ -26,7 +26,6 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         cost=MEASURED if args.cost is None else _cost(args.cost),
         segment_tokens=args.segment_tokens or None,
-        hold="sample" if args.seats_by_sample else "group",
         oracle=args.oracle,
     )
     fleets = [_at_least("--engines", engines, 2) for engines in args.engines]

@@ -57,7 +57,7 @@ class Dispatch(Section):
     roles: Literal["elastic", "strict"] = "elastic"
     """elastic: any engine may prefill, decode, hand KV out and load it; roles are preferences.
     strict: prefill engines prefill, decode engines decode, as far as both are up."""
-    segment_tokens: int | None = Field(128, ge=16)
+    segment_tokens: int | None = Field(256, ge=16)
     """Long samples are generated in segments of about as many tokens, each to the end of a block;
     between two, a sample may move to another engine with its KV. Null generates every sample in one
     go. Sampled tokens depend on it, for a seeded generator begins anew in every segment."""
@@ -68,8 +68,9 @@ class Dispatch(Section):
     """How often a group is tried with a handoff before it is tried locally."""
     local_attempts: int = Field(2, ge=1)
     """How often it is then tried on a decode engine without a handoff before it fails."""
-    max_queued_groups: int = Field(256, ge=1)
-    """Groups of one call that are under way or wait for engines; the others wait for these."""
+    max_queued_groups: int | None = Field(None, ge=1)
+    """Groups of one call that are under way or wait for engines; the others wait for these. Null:
+    twice as many as the engines have seats for."""
 
 
 class Weights(Section):

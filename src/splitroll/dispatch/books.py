@@ -26,7 +26,9 @@ _ARRAYS = (
     "backlog",
     "at_decodes",
     "longest",
-    "remaining",
+    "steps",
+    "begun",
+    "expected",
     "sequences",
     "context",
     "tokens",
@@ -39,6 +41,9 @@ NOMINAL = StepCost(1.0, 0.05, 0.0, 0.02, 0.0)
 """Costs, in steps, where no engine has reported any yet: only their ratios to each other count."""
 _OVERDUE_TOKENS = 4.0
 """What a sequence that has outlived its estimate is thought to need still, at least."""
+_LEAST_REST = 0.5
+"""Of what sequences were expected to need, what they need still at least while they are open: of
+lengths that vary much, those that go on are as long as ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +110,20 @@ class DecodeTicket:
     """A sequence that an engine was given.
 
     Attributes:
-        target: the engine's step at which it is expected to end.
+        begun: the engine's step at which it was given; `expected`: the steps that it takes.
     """
 
     engine: int
     context: float
     tokens: int
-    target: float
+    begun: float
+    expected: float
     open: bool = True
+
+    @property
+    def target(self) -> float:
+        """The engine's step at which it is expected to end."""
+        return self.begun + self.expected
 
 
 @dataclass(slots=True)
@@ -122,7 +133,6 @@ class _Account:
     name: str
     role: Role
     seats: int
-    steps_done: float = 0.0
     prefill_given_s: float = 0.0
     """Seconds of its open prefill tickets, whole."""
     targets: list[tuple[float, int, DecodeTicket]] = field(default_factory=list)
@@ -144,7 +154,9 @@ class Books:
         self._at_decodes = np.zeros(0)
         """When the backlog is done: `at` and `backlog` in one."""
         self._longest = np.zeros(0)
-        self._remaining = np.zeros(0)
+        self._steps = np.zeros(0)
+        self._begun = np.zeros(0)
+        self._expected = np.zeros(0)
         self._sequences = np.zeros(0)
         self._context = np.zeros(0)
         self._tokens = np.zeros(0)
@@ -224,8 +236,9 @@ class Books:
         """Reckon an engine's step anew, with the sequences that it has now."""
         sequences, context = self._sequences.item(engine), self._context.item(engine)
         a, b, c, _, _ = self._costs[:, engine].tolist()
-        self._step_s[engine] = a + b * sequences + c * context
-        self._each_s[engine] = b + c * (context / max(sequences, 1.0))
+        each_s = b + c * (context / max(sequences, 1.0))
+        self._step_s[engine] = a + each_s * min(sequences, self._seats.item(engine))
+        self._each_s[engine] = each_s
 
     def cost(self, engine: int) -> StepCost:
         return StepCost(*self._costs[:, engine].tolist())
@@ -259,13 +272,15 @@ class Books:
         self._advance(engine, now)
         account = self._accounts[engine]
         tokens = context + max_tokens
-        ticket = DecodeTicket(engine, float(context), tokens, account.steps_done + expected)
+        begun = self._steps.item(engine)
+        ticket = DecodeTicket(engine, float(context), tokens, begun, expected)
         account.serial += 1
         heapq.heappush(account.targets, (-ticket.target, account.serial, ticket))
         self._sequences[engine] += 1
         self._context[engine] += context
         self._tokens[engine] += tokens
-        self._remaining[engine] += expected
+        self._begun[engine] += begun
+        self._expected[engine] += expected
         self._longest[engine] = max(self._longest[engine], expected)
         self._put_step(engine)
         return ticket
@@ -278,7 +293,6 @@ class Books:
         engine = ticket.engine
         self._advance(engine, now)
         account = self._accounts[engine]
-        left = max(0.0, ticket.target - account.steps_done)
         self._sequences[engine] -= 1
         self._context[engine] -= ticket.context
         self._tokens[engine] -= ticket.tokens
@@ -286,10 +300,12 @@ class Books:
         while account.targets and not account.targets[0][2].open:
             heapq.heappop(account.targets)
         if not account.targets:
-            self._remaining[engine] = self._longest[engine] = 0.0
+            # No rounding stays.
+            self._begun[engine] = self._expected[engine] = self._longest[engine] = 0.0
             return
-        self._remaining[engine] = max(0.0, self._remaining[engine] - left)
-        self._longest[engine] = max(0.0, -account.targets[0][0] - account.steps_done)
+        self._begun[engine] -= ticket.begun
+        self._expected[engine] -= ticket.expected
+        self._longest[engine] = max(0.0, -account.targets[0][0] - self._steps.item(engine))
 
     @property
     def load(self) -> dict[str, int]:
@@ -310,9 +326,14 @@ class Books:
         steps = (backlog - to_come) / self._step_s
         longest = np.maximum(self._longest - steps, _OVERDUE_TOKENS)
         longest *= self._sequences > 0
+        # Of all that are open; what those have had that outlive their estimate is not the others'.
+        steps += self._steps
         steps *= self._sequences
-        remaining = np.maximum(self._remaining - steps, _OVERDUE_TOKENS * self._sequences)
-        drain = a * longest
+        remaining = self._expected + self._begun
+        remaining -= steps
+        np.maximum(remaining, _LEAST_REST * self._expected, out=remaining)
+        np.maximum(remaining, _OVERDUE_TOKENS * self._sequences, out=remaining)
+        drain = a * np.maximum(longest, remaining / self._seats)
         drain += backlog
         remaining *= self._each_s
         drain += remaining
@@ -352,6 +373,5 @@ class Books:
         if not sequences or elapsed <= done:
             return
         steps = (elapsed - done) / self._step_s.item(engine)
-        self._accounts[engine].steps_done += steps
-        self._remaining[engine] = max(0.0, self._remaining.item(engine) - steps * sequences)
+        self._steps[engine] += steps
         self._longest[engine] = max(0.0, self._longest.item(engine) - steps)

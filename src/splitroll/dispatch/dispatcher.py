@@ -113,6 +113,7 @@ class _Progress:
     engine_died: bool = False
     interrupted: bool = False
     ending: bool = False
+    on_sample: Callable[[], object] = lambda: None
     recomputed_tokens: int = 0
 
     @property
@@ -327,10 +328,13 @@ class Dispatcher:
         work, piece = progress.work, progress.piece
         # A longer group is let in as if it had come earlier by the time that it is longer.
         key = progress.accepted_s - min(_HEAD_START_S, self.allocator.alone_s(piece))
+        missing = len(progress.missing)
         async with (
-            self._seats.hold(work.n, key),
-            self._decode_kv.hold(self._decode_blocks(work), key),
+            self._seats.hold_parts(missing, missing, key) as seat,
+            self._decode_kv.hold_parts(self._decode_blocks(work), missing, key) as blocks,
         ):
+            # A sample that has ended makes room, whatever its siblings still do.
+            progress.on_sample = lambda: (seat(), blocks())
             for number, attempt in enumerate(self._attempts(progress)):
                 self.stats.retries += number > 0
                 progress.engine_died = False
@@ -722,6 +726,7 @@ class Dispatcher:
                 )
             sample = replace(sample, finish_reason="abort")
         progress.done[index] = sample
+        progress.on_sample()
         self.stats.decodes[leg.decode] += 1
         self.stats.routes[sample.route.kind.value] += 1
         if not early:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 
 
 class WeightedGate:
@@ -58,6 +58,26 @@ class WeightedGate:
             yield
         finally:
             self.release(weight)
+
+    @contextlib.asynccontextmanager
+    async def hold_parts(
+        self, weight: int, parts: int, key: float = 0.0
+    ) -> AsyncGenerator[Callable[[], None], None]:
+        """Hold a weight of which a part may be given back early: yields what gives one back."""
+        await self.acquire(weight, key)
+        part = weight // parts
+        held = weight
+
+        def give_back() -> None:
+            nonlocal held
+            freed = min(part, held)
+            held -= freed
+            self.release(freed)
+
+        try:
+            yield give_back
+        finally:
+            self.release(held)
 
     def _admit(self) -> None:
         while self._waiting:

@@ -38,6 +38,7 @@ _HANDOFF_MARGIN = 0.5
 _NOISE = 0.05
 """By how much a handoff between engines that both decode must be better: half of the work that the
 local route adds, and more than estimates of drain times are wrong."""
+_AS_FAST = 1.25
 _LEAST_LOADED = 1e9
 
 
@@ -324,8 +325,21 @@ class _Chooser:
             # Elsewhere the KV would be moved to, not computed again.
             return self._local_on((self._work.held_by,))
         keys = (self._done + self._costs.prefill).take(self._decodes)
-        best = self._local_on((self._decodes.item(int(keys.argmin())),))
+        at = int(keys.argmin())
+        if self._snapshot.waiting_s > 0.0:
+            at = self._with_room(at, keys)
+        best = self._local_on((self._decodes.item(at),))
         return self._spread(best, keys)
+
+    def _with_room(self, best: int, keys: Floats) -> int:
+        """Return the best engine with free seats that is about as fast, where the best one has
+        none: while work waits for seats, those that are free are worth more than short queues."""
+        free = self._snapshot.free_seats.take(self._decodes) >= self._work.samples
+        if free[best]:
+            return best
+        steps = self._snapshot.step.take(self._decodes)
+        free &= steps <= _AS_FAST * steps[best]
+        return int(np.where(free, keys, np.inf).argmin()) if free.any() else best
 
     def handoff(self) -> _Option | None:
         """Return the best route with a prefill engine that is not the decode engine."""

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from splitroll.bench.workloads import EpisodeJob, GroupJob, Load
 from splitroll.dispatch.allocator import Allocator, Piece
@@ -99,8 +98,6 @@ class Simulation:
     """One fleet; the allocator keeps what it learnt over several loads.
 
     Args:
-        hold: how long a group holds its seats, "group": until its last sample has ended, as the
-            dispatcher has it, "sample": each sample gives back its own.
         seats: what groups may hold together, in engines' seats.
         oracle: the allocator is told how long each sample will be, instead of learning it.
     """
@@ -113,7 +110,6 @@ class Simulation:
         elastic: bool = True,
         segment_tokens: int | None = 256,
         oracle: bool = False,
-        hold: Literal["group", "sample"] = "group",
         seats: float = 1.0,
     ) -> None:
         self.model = model
@@ -123,7 +119,6 @@ class Simulation:
         if self.oracle is not None:
             self.allocator.lengths = self.oracle
         self.segment_tokens = segment_tokens if policy == "adaptive" and elastic else None
-        self.hold = hold
         self.seats = int(seats * model.seats * (model.prefills + model.decodes))
         self.speeds = [*model.speeds, *[1.0] * (model.prefills + model.decodes)]
         del self.speeds[model.prefills + model.decodes :]
@@ -359,13 +354,9 @@ class _Step:
     def _leave(self, sample: _Sample, now: float) -> None:
         group = sample.group
         group.unfinished -= 1
-        if self._sim.hold == "sample":
-            self._seats += 1
-        if not group.unfinished:
-            if self._sim.hold == "group":
-                self._seats += len(group.samples)
-            if group.on_end is not None:
-                group.on_end(now)
+        self._seats += 1
+        if not group.unfinished and group.on_end is not None:
+            group.on_end(now)
         self._let_in(now)
 
     # Where it goes.

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from splitroll.bench.workloads import make_load
 from splitroll.dispatch.cost import StepCost
@@ -23,7 +23,7 @@ class Study:
     Attributes:
         samples: of the step, on all engines together.
         per_engine: the same of each engine instead, so that all fleets have equally much to do.
-        hold, oracle: see `Simulation`.
+        oracle: see `Simulation`.
     """
 
     workload: str = "burst"
@@ -33,7 +33,6 @@ class Study:
     seed: int = 0
     cost: StepCost = MEASURED
     segment_tokens: int | None = 256
-    hold: Literal["group", "sample"] = "group"
     oracle: bool = False
 
     def run(self, engines: int) -> dict[str, Any]:
@@ -46,7 +45,6 @@ class Study:
             FleetModel(engines // 2, engines - engines // 2, self.cost),
             self.policy,
             segment_tokens=self.segment_tokens,
-            hold=self.hold,
             oracle=self.oracle,
         )
         result = simulation.run(load)
