@@ -31,8 +31,8 @@ lint: install
 type: install
 	$(BIN)/mypy
 
-bench: install ## Two colocated engines against one prefill and one decode, in turn.
-	$(BIN)/splitroll bench
+bench: install ## Policies, and vllm-router over stock servers, on seven workloads: some hours.
+	$(BIN)/splitroll bench --out runs/bench
 
 lock: install ## Write requirements/cpu.lock anew from what .venv holds.
 	$(BIN)/pip freeze --all --exclude-editable --exclude pip > requirements/cpu.lock

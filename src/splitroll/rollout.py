@@ -272,7 +272,7 @@ class Rollout:
             GroupFailed: see `on_error`.
         """
         sampling = sampling or SamplingParams()
-        stop = asyncio.Event()
+        stop = asyncio.Event() if over_sample else None
         run = self._runner(environment, max_turns, encode, stop)
         # In a thread: encoding many texts must not keep the engines' answers waiting.
         works = await asyncio.to_thread(self.plan, prompts, n=n, sampling=sampling)
@@ -294,7 +294,7 @@ class Rollout:
                     running.remove(task)  # one by one: the errors of the others are taken below
                     outcome = task.result()
                     needed -= isinstance(outcome, Group) and outcome.is_complete
-                    if over_sample and not needed:
+                    if stop is not None and not needed:
                         stop.set()
                     yield outcome
         finally:
@@ -412,7 +412,7 @@ class Rollout:
         environment: AnyEnvironment | None,
         max_turns: int | None,
         encode: Encode | None,
-        stop: asyncio.Event,
+        stop: asyncio.Event | None,
     ) -> _Run:
         """Return what generates one group, or one prompt's episodes.
 
@@ -436,7 +436,7 @@ class Rollout:
             ),
         )
 
-    async def _generate(self, work: GroupWork, stop: asyncio.Event) -> Group:
+    async def _generate(self, work: GroupWork, stop: asyncio.Event | None) -> Group:
         group = await self.dispatcher.run(work, stop)
         return self._retold(group, work)
 

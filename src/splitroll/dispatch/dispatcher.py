@@ -18,9 +18,8 @@ import logging
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from splitroll.config.schema import Dispatch, Limits
@@ -33,10 +32,18 @@ from splitroll.dispatch.assembly import (
     is_cut,
     next_segment,
 )
-from splitroll.dispatch.books import DecodeTicket
 from splitroll.dispatch.gate import Turnstile, WeightedGate
-from splitroll.dispatch.policy import Part, Why, share
+from splitroll.dispatch.policy import GroupRoute, Part, share
 from splitroll.dispatch.prefix import block_hashes
+from splitroll.dispatch.progress import (
+    Crossing,
+    Cut,
+    DispatchStats,
+    Places,
+    Progress,
+    Source,
+    ended_early,
+)
 from splitroll.engines.protocol import DecodeOutput, DecodeRequest, Engine
 from splitroll.errors import (
     EngineDied,
@@ -49,7 +56,7 @@ from splitroll.errors import (
 )
 from splitroll.fleet.fleet import Fleet
 from splitroll.handoff.handle import KvHandle
-from splitroll.handoff.legs import NOTHING_YET, DecodeResult, Handoff
+from splitroll.handoff.legs import DecodeResult, Handoff
 from splitroll.types import Group, Prompt, Role, RouteKind, Sample
 
 log = logging.getLogger(__name__)
@@ -65,118 +72,8 @@ _KV_SHARE = 0.9
 _POLL_S = 0.005
 _STOP_POLL_S = 0.05
 _HEAD_START_S = 60.0
+"""By how much at most a group may go before others that came earlier: none starves."""
 _FENCE_POLL_S = 1.0
-
-
-@dataclass(slots=True)
-class DispatchStats:
-    """What was dispatched, by engine name where it is a Counter.
-
-    Attributes:
-        routes: samples by the route that completed them; see `RouteKind`.
-        moves: of samples to another engine, between two segments.
-        saved_s: estimated seconds by which the chosen routes were to end sooner than the best ones
-            without a handoff; negative where a policy hands off in spite of them.
-    """
-
-    prefills: Counter[str] = field(default_factory=Counter)
-    decodes: Counter[str] = field(default_factory=Counter)
-    routes: Counter[str] = field(default_factory=Counter)
-    handoffs: int = 0
-    moves: int = 0
-    saved_s: float = 0.0
-    retries: int = 0
-    recomputed_tokens: int = 0
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What one group has so far.
-
-    Attributes:
-        begun: samples that are to go on: given so, or after a segment; `begun_s`: when it ended.
-        running: requests that engines have now.
-        ending: its caller wants what there is, and no more.
-    """
-
-    work: GroupWork
-    piece: Piece
-    accepted_s: float
-    weight_version: int
-    begun: dict[int, Sample] = field(default_factory=dict)
-    begun_s: dict[int, float] = field(default_factory=dict)
-    done: dict[int, Sample] = field(default_factory=dict)
-    running: dict[str, Engine] = field(default_factory=dict)
-    causes: list[str] = field(default_factory=list)
-    avoid: set[str] = field(default_factory=set)
-    refused: InvalidRequest | None = None
-    engine_died: bool = False
-    interrupted: bool = False
-    ending: bool = False
-    on_sample: Callable[[], object] = lambda: None
-    recomputed_tokens: int = 0
-
-    @property
-    def missing(self) -> list[int]:
-        return [i for i in range(self.work.n) if i not in self.done]
-
-
-class _Places:
-    """The load of some samples of a piece on one engine, each taken off once."""
-
-    def __init__(
-        self,
-        allocator: Allocator,
-        clock: Callable[[], float],
-        piece: Piece,
-        engine: int,
-        indices: Sequence[int],
-    ) -> None:
-        self._allocator = allocator
-        self._clock = clock
-        self.piece = piece
-        self.indices = tuple(indices)
-        self._tickets: dict[int, DecodeTicket] = {}
-        self.take(engine)
-
-    def release(self, index: int) -> None:
-        self._allocator.books.end_decode(self._tickets[index], self._clock())
-
-    def take(self, engine: int) -> None:
-        """Count the load of all samples on an engine."""
-        self.engine = engine
-        now = self._clock()
-        self._tickets = {
-            index: self._allocator.begin_decode(engine, self.piece, now) for index in self.indices
-        }
-
-    def close(self) -> None:
-        for index in self._tickets:
-            self.release(index)
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Where the KV of a decode leg comes from.
-
-    Attributes:
-        handle: None computes the prompt on the decode engine, as far as it is not in its cache.
-        kind: of the samples' routes; siblings of a leader are shared.
-    """
-
-    handle: KvHandle | None
-    kind: RouteKind
-    started_s: float
-    why: Mapping[str, Any]
-    crossing: _Crossing | None = None
-
-
-@dataclass(eq=False, slots=True)
-class _Crossing:
-    """KV on its way from one engine to another: from asking for a prefill until it is decoded."""
-
-    task: asyncio.Task[Any]
-    interrupted: bool = False
 
 
 class Dispatcher:
@@ -214,7 +111,7 @@ class Dispatcher:
         self._seats = WeightedGate(0)
         self._decode_kv = WeightedGate(0)
         self._turnstile = Turnstile()
-        self._crossings: set[_Crossing] = set()
+        self._crossings: set[Crossing] = set()
         self._prefixes_of = fleet.weight_version
         self._partial_ok = False
         """An update has ended samples early; such may still come in when it is over."""
@@ -296,7 +193,7 @@ class Dispatcher:
             self.allocator.withdraw(progress.piece)
         if progress.ending:
             for index in progress.missing:
-                progress.done[index] = _ended_early(progress, index)
+                progress.done[index] = ended_early(progress, index)
         if progress.missing:
             causes = list(dict.fromkeys(progress.causes)) or ["no engine is up"]
             raise GroupFailed(work.prompt.id, causes)
@@ -306,7 +203,7 @@ class Dispatcher:
             recomputed_tokens=progress.recomputed_tokens,
         )
 
-    def _accept(self, work: GroupWork) -> _Progress:
+    def _accept(self, work: GroupWork) -> Progress:
         """Note what is to be done, so that whatever is placed meanwhile reckons with it."""
         done: dict[int, Sample] = {}
         begun: dict[int, Sample] = {}
@@ -314,7 +211,7 @@ class Dispatcher:
             (begun if sample.finish_reason == "abort" else done)[index] = sample
         piece = self._piece(work, work.n - len(done), work.prompt.token_ids)
         version = self._fleet.weight_version
-        return _Progress(work, piece, self._clock(), version, begun=begun, done=done)
+        return Progress(work, piece, self._clock(), version, begun=begun, done=done)
 
     def _piece(self, work: GroupWork, samples: int, token_ids: Sequence[int]) -> Piece:
         age = len(token_ids) - len(work.prompt.token_ids)
@@ -322,13 +219,19 @@ class Dispatcher:
         max_tokens = work.sampling.max_tokens - age
         return self.allocator.accept(key, token_ids, samples, max_tokens, age=age)
 
-    async def _complete(self, progress: _Progress) -> None:
+    async def _complete(self, progress: Progress) -> None:
         """Try until all samples are there, or nothing is left to try."""
         await asyncio.sleep(0)  # whatever was asked for together is known together
         work, piece = progress.work, progress.piece
-        # A longer group is let in as if it had come earlier by the time that it is longer.
-        key = progress.accepted_s - min(_HEAD_START_S, self.allocator.alone_s(piece))
+        # A longer group is let in as if it had come earlier by the time that it takes; a turn of an
+        # episode, whose KV is on an engine, ahead of what waits to begin.
+        head_start_s = _HEAD_START_S
+        if work.episode_id is None:
+            head_start_s = min(_HEAD_START_S, self.allocator.alone_s(piece))
+        key = progress.accepted_s - head_start_s
         missing = len(progress.missing)
+        if not missing:
+            return
         async with (
             self._seats.hold_parts(missing, missing, key) as seat,
             self._decode_kv.hold_parts(self._decode_blocks(work), missing, key) as blocks,
@@ -344,7 +247,7 @@ class Dispatcher:
                 if not progress.missing or progress.ending:
                     break
 
-    async def _complete_or_stop(self, progress: _Progress, stop: asyncio.Event) -> None:
+    async def _complete_or_stop(self, progress: Progress, stop: asyncio.Event) -> None:
         completing = asyncio.ensure_future(self._complete(progress))
         stopping = asyncio.ensure_future(stop.wait())
         try:
@@ -371,7 +274,7 @@ class Dispatcher:
         return self.allocator.books.load
 
     async def _try(
-        self, attempt: Callable[[_Progress], Awaitable[None]], progress: _Progress
+        self, attempt: Callable[[Progress], Awaitable[None]], progress: Progress
     ) -> None:
         """Make an attempt, and make it again when a weight update interrupted it."""
         while True:
@@ -395,8 +298,8 @@ class Dispatcher:
                     raise FleetFenced(self._fence) from None
 
     def _attempts(
-        self, progress: _Progress
-    ) -> Generator[Callable[[_Progress], Awaitable[None]], None, None]:
+        self, progress: Progress
+    ) -> Generator[Callable[[Progress], Awaitable[None]], None, None]:
         """Yield what to try next: the policy's route, then local; then, as long as it is engines
         that die, local again within the time that they have to come back."""
         for _ in range(self._settings.split_attempts):
@@ -408,16 +311,16 @@ class Dispatcher:
         while progress.engine_died and self._clock() < end_s:
             yield self._local
 
-    async def _routed(self, progress: _Progress) -> None:
+    async def _routed(self, progress: Progress) -> None:
         """One attempt as the policy has it."""
         await self._generate(progress, local=False)
 
-    async def _local(self, progress: _Progress) -> None:
+    async def _local(self, progress: Progress) -> None:
         """One attempt without a handoff."""
         if await self._any_engine(progress):
             await self._generate(progress, local=True)
 
-    async def _generate(self, progress: _Progress, *, local: bool) -> None:
+    async def _generate(self, progress: Progress, *, local: bool) -> None:
         """Place all that is missing, and carry it to its end, or to what stops it."""
         fresh = [i for i in progress.missing if i not in progress.begun]
         async with asyncio.TaskGroup() as tasks:
@@ -437,10 +340,8 @@ class Dispatcher:
             if route is None:
                 progress.causes.append("no engine is up")
                 return
-            why = self._explain(route.why, route.parts[0])
-            for part, indices in zip(
-                route.parts, _dealt(fresh, [part.samples for part in route.parts]), strict=True
-            ):
+            why = self._explain(route)
+            for part, indices in share(fresh, route.parts):
                 # The load counts from now, before any task has begun, and the prompt as well.
                 self.allocator.note_prompt(part.decode, progress.piece)
                 places = self._places(progress.piece, part.decode, indices)
@@ -450,8 +351,8 @@ class Dispatcher:
     async def _carry(
         self,
         part: Part,
-        places: _Places,
-        progress: _Progress,
+        places: Places,
+        progress: Progress,
         why: Mapping[str, Any],
         *,
         alone: bool,
@@ -459,7 +360,7 @@ class Dispatcher:
         """Take one part of a route to its end."""
         started_s = self._clock()
         if part.is_local:
-            await self._decode(places, _Source(None, RouteKind.LOCAL, started_s, why), progress)
+            await self._decode(places, Source(None, RouteKind.LOCAL, started_s, why), progress)
             return
         prefill = self._engine(part.prefill)
         if prefill is None:
@@ -476,7 +377,7 @@ class Dispatcher:
                 handle, places, RouteKind.SPLIT, started_s, why, progress, crossing
             )
 
-    def _choose_again(self, part: Part, places: _Places, progress: _Progress) -> None:
+    def _choose_again(self, part: Part, places: Places, progress: Progress) -> None:
         """Choose the decode engine now that the KV is there: the fleet has gone on meanwhile."""
         places.close()
         route = self.allocator.decide(
@@ -492,28 +393,28 @@ class Dispatcher:
     async def _hand_over(
         self,
         handle: KvHandle,
-        places: _Places,
+        places: Places,
         kind: RouteKind,
         started_s: float,
         why: Mapping[str, Any],
-        progress: _Progress,
-        crossing: _Crossing,
+        progress: Progress,
+        crossing: Crossing,
     ) -> None:
         """Decode from a handle: where its KV is, without moving it, or elsewhere."""
         try:
             if self.allocator.books.name(places.engine) == handle.prefill_engine:
                 self._handoff.give_back(handle)
                 self._crossings.discard(crossing)
-                source = _Source(None, RouteKind.LOCAL, started_s, why)
+                source = Source(None, RouteKind.LOCAL, started_s, why)
             else:
-                source = _Source(handle, kind, started_s, why, crossing)
+                source = Source(handle, kind, started_s, why, crossing)
             await self._decode(places, source, progress)
         finally:
             if not handle.taken:  # also when we are cancelled before the decode leg begins
                 self._handoff.give_back(handle)
 
     async def _go_on(
-        self, index: int, progress: _Progress, *, local: bool = False, at: _Cut | None = None
+        self, index: int, progress: Progress, *, local: bool = False, at: Cut | None = None
     ) -> None:
         """Go on with a sample of which a part is there.
 
@@ -523,58 +424,72 @@ class Dispatcher:
         begun = progress.begun[index]
         started_s = self._clock()
         piece = self._piece(progress.work, 1, progress.work.prompt.token_ids + begun.token_ids)
+        handle = None
         try:
             with self._crossing(progress) as crossing:
-                handle = self._adopt(at, begun)
-                if handle is None and at is not None and not self._moves:
-                    engine = self.allocator.books.number(at.engine.info.name)
-                    self.allocator.withdraw(piece)
-                    part = Part(engine, engine, 1)
-                else:
-                    held_by = -1
-                    if handle is not None:
-                        held_by = self.allocator.books.number(handle.prefill_engine)
-                    route = self.allocator.decide(
-                        piece,
-                        started_s,
-                        held_by=held_by,
-                        avoid=self._mask(progress.avoid),
-                        local=local or handle is None,
-                    )
-                    if route is None:
-                        progress.causes.append("no engine is up")
-                        return
-                    part = route.parts[0]
-                places = self._places(piece, part.decode, [index])
-                with contextlib.closing(places):
+                handle = self._adopt(at, begun, progress)
+                part = self._next_part(piece, handle, at, progress, local=local)
+                if part is None:
+                    progress.causes.append("no engine is up")
+                    return
+                with contextlib.closing(self._places(piece, part.decode, [index])) as places:
+                    why = begun.route.why
                     if handle is None:
                         self._crossings.discard(crossing)
-                        source = _Source(None, RouteKind.LOCAL, started_s, begun.route.why)
+                        source = Source(None, RouteKind.LOCAL, started_s, why)
                         await self._decode(places, source, progress)
                     else:
+                        kind = RouteKind.MIGRATED
                         await self._hand_over(
-                            handle,
-                            places,
-                            RouteKind.MIGRATED,
-                            started_s,
-                            begun.route.why,
-                            progress,
-                            crossing,
+                            handle, places, kind, started_s, why, progress, crossing
                         )
         finally:
             self.allocator.withdraw(piece)
+            if handle is not None and not handle.taken:
+                self._handoff.give_back(handle)
 
-    def _adopt(self, at: _Cut | None, begun: Sample) -> KvHandle | None:
+    def _next_part(
+        self,
+        piece: Piece,
+        handle: KvHandle | None,
+        at: Cut | None,
+        progress: Progress,
+        *,
+        local: bool,
+    ) -> Part | None:
+        """Return where a sample goes on; where it is, if samples do not move."""
+        numbers = self.allocator.books.number
+        if at is not None and not self._moves:
+            engine = numbers(at.engine.info.name)
+            return Part(engine, engine, 1)
+        route = self.allocator.decide(
+            piece,
+            self._clock(),
+            held_by=-1 if handle is None else numbers(handle.prefill_engine),
+            avoid=self._mask(progress.avoid),
+            local=local or handle is None,
+        )
+        if route is None:
+            return None
+        self._explain(route)
+        return route.parts[0]
+
+    def _adopt(self, at: Cut | None, begun: Sample, progress: Progress) -> KvHandle | None:
+        """Return the handle that a segment ended with; None where there is none to use."""
         if at is None or at.output.kv is None:
             return None
-        return self._handoff.adopt(at.engine, at.output.kv, begun.weight_version)
+        try:
+            return self._handoff.adopt(at.engine, at.output.kv, begun.weight_version)
+        except LegError as exc:
+            progress.causes.append(str(exc))  # its blocks are free when their lease ends
+            return None
 
     @contextlib.contextmanager
-    def _crossing(self, progress: _Progress) -> Generator[_Crossing, None, None]:
+    def _crossing(self, progress: Progress) -> Generator[Crossing, None, None]:
         """Let a weight update interrupt what is inside, until `_decode` takes the crossing off."""
         task = asyncio.current_task()
         assert task is not None, "attempts run in tasks"
-        crossing = _Crossing(task)
+        crossing = Crossing(task)
         self._crossings.add(crossing)
         try:
             yield crossing
@@ -585,7 +500,7 @@ class Dispatcher:
         finally:
             self._crossings.discard(crossing)
 
-    async def _any_engine(self, progress: _Progress) -> bool:
+    async def _any_engine(self, progress: Progress) -> bool:
         """Wait until any engine serves; False, and noted, when none does in time."""
         limit_s = self._limits.recovery_timeout_s
         if self._fleet.ready() or await self._fleet.wait_ready(timeout_s=limit_s):
@@ -593,7 +508,7 @@ class Dispatcher:
         progress.causes.append(f"no engine came back within {limit_s:g} s")
         return False
 
-    async def _prefill(self, engine: Engine, progress: _Progress) -> KvHandle | None:
+    async def _prefill(self, engine: Engine, progress: Progress) -> KvHandle | None:
         """Run a prefill leg; None when it failed, which is noted."""
         token_ids = progress.work.prompt.token_ids
         name, blocks = engine.info.name, math.ceil(len(token_ids) / engine.info.block_size)
@@ -616,7 +531,7 @@ class Dispatcher:
         self.stats.prefills[name] += 1
         return handle
 
-    async def _decode(self, places: _Places, source: _Source, progress: _Progress) -> None:
+    async def _decode(self, places: Places, source: Source, progress: Progress) -> None:
         """Run the decode leg of some samples, and go on with those that end at a segment's end."""
         engine = self._engine(places.engine)
         if engine is None:
@@ -652,7 +567,7 @@ class Dispatcher:
                 if index in progress.begun_s:
                     leg = replace(leg, accepted_s=progress.begun_s[index])
                 if self._note_output(index, output, segments[index], leg, engine, progress, piece):
-                    at = _Cut(engine, output)
+                    at = Cut(engine, output)
                     tasks.create_task(self._go_on(index, progress, at=at))
 
             try:
@@ -674,11 +589,11 @@ class Dispatcher:
     def _leg(
         self,
         name: str,
-        source: _Source,
+        source: Source,
         request: DecodeRequest,
         leader: str,
         result: DecodeResult,
-        progress: _Progress,
+        progress: Progress,
     ) -> Leg:
         kind, handle, waited_s = source.kind, source.handle, 0.0
         if request.request_id != leader and handle is not None:
@@ -703,7 +618,7 @@ class Dispatcher:
         segment: Segment,
         leg: Leg,
         engine: Engine,
-        progress: _Progress,
+        progress: Progress,
         piece: Piece,
     ) -> bool:
         """Keep what an engine returned; True when the sample goes on."""
@@ -720,10 +635,9 @@ class Dispatcher:
             progress.begun_s[index] = self._clock()
             if not (self._ending_early or progress.ending):
                 return True
-            if output.kv is not None:
-                self._handoff.give_back(
-                    self._handoff.adopt(engine, output.kv, sample.weight_version)
-                )
+            handle = self._adopt(Cut(engine, output), sample, progress)
+            if handle is not None:
+                self._handoff.give_back(handle)
             sample = replace(sample, finish_reason="abort")
         progress.done[index] = sample
         progress.on_sample()
@@ -738,7 +652,7 @@ class Dispatcher:
         return False
 
     def _note_result(
-        self, result: DecodeResult, source: _Source, engine: Engine, progress: _Progress
+        self, result: DecodeResult, source: Source, engine: Engine, progress: Progress
     ) -> None:
         self.stats.handoffs += result.handed_off
         progress.recomputed_tokens += result.recomputed_tokens
@@ -756,7 +670,7 @@ class Dispatcher:
     def _learn(
         self,
         result: DecodeResult,
-        source: _Source,
+        source: Source,
         number: int,
         leader: str,
         requests: Mapping[int, DecodeRequest],
@@ -770,7 +684,7 @@ class Dispatcher:
             tokens = len(next(iter(requests.values())).token_ids)
             self.allocator.observe_transfer(prefill, number, tokens, output.wait_s)
 
-    def _note_error(self, error: SplitrollError, engine: Engine, progress: _Progress) -> None:
+    def _note_error(self, error: SplitrollError, engine: Engine, progress: Progress) -> None:
         """Remember why an attempt failed; a fault of the request itself ends the group."""
         if isinstance(error, InvalidRequest):
             progress.refused = error
@@ -780,7 +694,7 @@ class Dispatcher:
         progress.avoid.add(engine.info.name)
         progress.causes.append(str(error))
 
-    def _segment(self, progress: _Progress, index: int) -> Segment:
+    def _segment(self, progress: Progress, index: int) -> Segment:
         return next_segment(
             progress.work,
             index,
@@ -793,8 +707,8 @@ class Dispatcher:
         kv = self._handoff.hand_out_params(None) if segment.cut and self._moves else None
         return DecodeRequest(self._new_id(), segment.token_ids, segment.sampling, segment.seed, kv)
 
-    def _places(self, piece: Piece, engine: int, indices: Sequence[int]) -> _Places:
-        return _Places(self.allocator, self._clock, piece, engine, indices)
+    def _places(self, piece: Piece, engine: int, indices: Sequence[int]) -> Places:
+        return Places(self.allocator, self._clock, piece, engine, indices)
 
     def _engine(self, number: int) -> Engine | None:
         """Return the engine of a number, if it serves."""
@@ -804,14 +718,15 @@ class Dispatcher:
     def _mask(self, names: set[str]) -> int:
         return sum(1 << self.allocator.books.number(name) for name in names)
 
-    def _explain(self, why: Why, part: Part) -> Mapping[str, Any]:
+    def _explain(self, route: GroupRoute) -> Mapping[str, Any]:
         """Return the estimates behind a route, and add them to the ledger."""
+        why = route.why
         told: dict[str, Any] = {"policy": why.policy}
         if why.local is not None:
             told["local_ms"] = round(1000 * why.local, 1)
         if why.handoff is not None:
             told["handoff_ms"] = round(1000 * why.handoff, 1)
-        if why.local is not None and why.handoff is not None and not part.is_local:
+        if why.local is not None and why.handoff is not None and not route.parts[0].is_local:
             self.stats.saved_s += why.local - why.handoff
         return told
 
@@ -866,44 +781,9 @@ class Dispatcher:
         return len(work.prompt.token_ids) // size + work.n * math.ceil(own_tokens / size)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """Where a segment has just ended."""
-
-    engine: Engine
-    output: DecodeOutput
-
-
-async def _closing(work: Awaitable[None], places: _Places) -> None:
+async def _closing(work: Awaitable[None], places: Places) -> None:
     with contextlib.closing(places):
         await work
-
-
-def _dealt(indices: Sequence[int], counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return so many of the indices for each part, in turn."""
-    if len(set(counts)) <= 1 or max(counts) - min(counts) <= 1:
-        return [mine for _, mine in share(indices, counts)]
-    ends = list(itertools.accumulate(counts))
-    return [tuple(indices[e - c : e]) for e, c in zip(ends, counts, strict=True)]
-
-
-def _ended_early(progress: _Progress, index: int) -> Sample:
-    """Return a sample that was stopped, with what was generated before."""
-    begun = progress.begun.get(index)
-    if begun is not None:
-        return replace(begun, finish_reason="abort")
-    leg = Leg(
-        RouteKind.LOCAL,
-        "",
-        "",
-        0.0,
-        progress.accepted_s,
-        progress.accepted_s,
-        0.0,
-        progress.weight_version,
-        {},
-    )
-    return assemble(progress.work, index, leg, NOTHING_YET, None)
 
 
 def _naming(prompt: Prompt, refused: InvalidRequest) -> InvalidRequest:

@@ -37,7 +37,7 @@ _SPREAD_MARGIN = 0.02
 _HANDOFF_MARGIN = 0.5
 _NOISE = 0.05
 """By how much a handoff between engines that both decode must be better: half of the work that the
-local route adds, and more than estimates of drain times are wrong."""
+local route adds, and more than the estimate of what the other engine has to do is wrong."""
 _AS_FAST = 1.25
 _LEAST_LOADED = 1e9
 
@@ -331,6 +331,13 @@ class _Chooser:
         best = self._local_on((self._decodes.item(at),))
         return self._spread(best, keys)
 
+    def _margin(self, local: _Option, handoff: _Option) -> float:
+        """Return by how much a handoff must be better than no handoff."""
+        if not self._snapshot.decodes[handoff.prefill]:
+            return 0.0  # it is what that engine is for
+        busy = max(self._snapshot.drain_s.item(decode) for decode in handoff.decodes)
+        return max(_HANDOFF_MARGIN * local.added, _NOISE * busy)
+
     def _with_room(self, best: int, keys: Floats) -> int:
         """Return the best engine with free seats that is about as fast, where the best one has
         none: while work waits for seats, those that are free are worth more than short queues."""
@@ -377,11 +384,12 @@ class _Chooser:
         chosen = local or handoff
         if chosen is None:
             return None
-        if local is not None and handoff is not None:
-            both = self._snapshot.decodes[handoff.prefill]
-            margin = max(_HANDOFF_MARGIN * local.added, _NOISE * local.touched) if both else 0.0
-            if handoff.score < local.score - margin:
-                chosen = handoff
+        if (
+            local is not None
+            and handoff is not None
+            and handoff.score < local.score - self._margin(local, handoff)
+        ):
+            chosen = handoff
         why = Why(
             policy,
             local=local.finish if local else None,
