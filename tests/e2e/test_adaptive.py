@@ -18,7 +18,8 @@ from splitroll.types import Group, Prompt, RouteKind
 
 pytestmark = pytest.mark.engines
 
-SEGMENT = 16
+SEGMENT = 32
+"""A block, so that samples of a prompt of 75 tokens are cut after 55, 87 and 119."""
 
 
 class Fixed:
@@ -69,7 +70,7 @@ async def test_where_segments_run_changes_no_token(
     split_rollout: Rollout, temperature: float
 ) -> None:
     prompt = fresh_prompt(75)
-    sampling = SamplingParams(max_tokens=60, temperature=temperature, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=130, temperature=temperature, ignore_eos=True)
     work = GroupWork(prompt, 3, sampling, seed=5)
     groups = [
         await dispatcher(split_rollout, first, moves=moves).run(work)
@@ -96,7 +97,7 @@ async def test_where_segments_run_changes_no_token(
 
 async def test_a_move_brings_all_kv_along(split_rollout: Rollout) -> None:
     before = await split_rollout.fleet.counters()
-    work = GroupWork(fresh_prompt(96), 1, SamplingParams(max_tokens=50, ignore_eos=True), seed=1)
+    work = GroupWork(fresh_prompt(96), 1, SamplingParams(max_tokens=100, ignore_eos=True), seed=1)
     moving = dispatcher(split_rollout, 0, moves=True)
     (sample,) = (await moving.run(work)).samples
     await asyncio.sleep(0.2)

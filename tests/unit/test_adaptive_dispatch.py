@@ -22,15 +22,19 @@ SLOW = LatencyModel(step_s=0.002)
 TOKENS = 100
 
 
-class AlwaysMoves:
-    """After every segment, to the next engine."""
+class Mover:
+    """After every segment to the next engine, or nowhere."""
 
-    name = "always moves"
+    name = "mover"
     chooses_late = True
+
+    def __init__(self, *, moves: bool = True) -> None:
+        self.moves = moves
 
     def decide(self, snapshot: Snapshot, work: Work) -> GroupRoute:
         engine = max(work.held_by, 0)
-        to = engine if work.held_by < 0 else (engine + 1) % len(snapshot.names)
+        moves = self.moves and work.held_by >= 0
+        to = (engine + 1) % len(snapshot.names) if moves else engine
         return GroupRoute((Part(engine, to, work.samples),), Why(self.name))
 
 
@@ -56,13 +60,13 @@ async def test_moving_changes_no_token(temperature: float) -> None:
     found = []
     for moves in (False, True):
         async with simulated(*ADAPTIVE) as system:
-            if moves:
-                system.dispatcher.allocator.policy = AlwaysMoves()
+            system.dispatcher.allocator.policy = Mover(moves=moves)
             group = await system.dispatcher.run(work(temperature=temperature))
             found.append([sample.token_ids for sample in group.samples])
             kinds = {sample.route.kind for sample in group.samples}
             assert kinds == ({RouteKind.MIGRATED} if moves else {RouteKind.LOCAL})
-            assert system.dispatcher.stats.moves == (12 if moves else 0)
+            # Cut two tokens after a block is full: after 60 and 92 tokens, of a prompt of 70.
+            assert system.dispatcher.stats.moves == (8 if moves else 0)
             await assert_idle(system)
     assert found[0] == found[1]
     if temperature == 0.0:
@@ -77,12 +81,11 @@ async def test_a_sample_whose_engine_dies_goes_on_from_its_last_segment() -> Non
         running = [asyncio.create_task(system.dispatcher.run(work(i))) for i in range(6)]
         await asyncio.sleep(0.15)  # each is in its third segment, or so
         victim = "decode-0"
-        generated = (await system.fleet.counters())[victim].generated_tokens
         system.launcher.engines[victim].kill()
         groups = await asyncio.wait_for(asyncio.gather(*running), 20)
         assert all(len(s.token_ids) == TOKENS for group in groups for s in group.samples)
         counters = await system.fleet.counters()
-        total = sum(one.generated_tokens for one in counters.values()) + generated
+        total = sum(one.generated_tokens for one in counters.values())
         # At most a segment of each sample of that engine is generated twice.
         assert total <= 24 * TOKENS + 16 * 33 + 200
         await assert_idle(system)
@@ -90,7 +93,7 @@ async def test_a_sample_whose_engine_dies_goes_on_from_its_last_segment() -> Non
 
 async def test_a_failed_move_costs_no_sample() -> None:
     async with simulated(*ADAPTIVE) as system:
-        system.dispatcher.allocator.policy = AlwaysMoves()
+        system.dispatcher.allocator.policy = Mover()
         for faults in system.launcher.faults.values():
             faults.fail_kv_loads = 2
         group = await system.dispatcher.run(work(temperature=0.0))
@@ -180,7 +183,7 @@ def test_nothing_is_lost_or_invented_whatever_happens_to_segments(
         options = (*ADAPTIVE, "limits.max_restarts=20")
         async with simulated(*options, launcher=launcher) as system:
             if moving:
-                system.dispatcher.allocator.policy = AlwaysMoves()
+                system.dispatcher.allocator.policy = Mover()
             stops = [asyncio.Event() for _ in range(12)]
             jobs = [
                 asyncio.create_task(system.dispatcher.run(work(i, n=1 + i % 5), stops[i]))

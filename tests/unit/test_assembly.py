@@ -211,3 +211,25 @@ def test_nothing_begun_leaves_nothing_but_the_time_it_took() -> None:
     assert whole.prefill_version == 5
     assert whole.token_ids == rest.token_ids
     assert whole.timing.decode_s == nothing.timing.decode_s + rest.timing.decode_s
+
+
+@given(
+    prompt_tokens=st.integers(1, 200),
+    segment_tokens=st.integers(16, 300),
+    block_size=st.sampled_from([1, 16, 32, 128]),
+)
+def test_segments_end_two_tokens_after_a_block_is_full(
+    prompt_tokens: int, segment_tokens: int, block_size: int
+) -> None:
+    """One token after it, an engine that loads what was generated would die."""
+    prompt = Prompt("p", tuple(range(prompt_tokens)))
+    job = GroupWork(prompt, 1, SamplingParams(max_tokens=2000), seed=0)
+    at, sample = 0, None
+    while at < 2000:
+        segment = next_segment(job, 0, sample, segment_tokens, block_size)
+        assert segment.sampling.max_tokens <= segment_tokens + 2 * block_size
+        at += segment.sampling.max_tokens
+        sample = begun(at)
+        if segment.cut:
+            assert (prompt_tokens + at) % block_size == 2 % block_size
+    assert at == 2000

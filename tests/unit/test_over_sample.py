@@ -16,7 +16,7 @@ from splitroll.model import ModelFacts
 from splitroll.rollout import Rollout
 from splitroll.types import Group, SamplingParams
 
-SAMPLING = SamplingParams(max_tokens=80, stop_token_ids=tuple(range(3, 60)), seed=1)
+SHORT, LONG = (SamplingParams(max_tokens=n, seed=1, ignore_eos=True) for n in (10, 300))
 
 
 @contextlib.asynccontextmanager
@@ -30,12 +30,17 @@ async def opened(model: Path) -> AsyncIterator[Rollout]:
         assert system.dispatcher.load == {}
 
 
-async def groups(rollout: Rollout, prompts: list[object], over_sample: int = 0) -> list[Group]:
+async def groups(
+    rollout: Rollout,
+    prompts: list[object],
+    sampling: list[SamplingParams] | SamplingParams = LONG,
+    over_sample: int = 0,
+) -> list[Group]:
     found = []
     async for group in rollout.generate(
         prompts,  # type: ignore[arg-type]
         n=4,
-        sampling=SAMPLING,
+        sampling=sampling,
         over_sample=over_sample,
     ):
         assert isinstance(group, Group)
@@ -46,12 +51,12 @@ async def groups(rollout: Rollout, prompts: list[object], over_sample: int = 0) 
 async def test_the_rest_comes_as_it_is_and_goes_on_in_a_later_call(tiny_model: Path) -> None:
     prompts: list[object] = [{"id": f"p{i}", "prompt_token_ids": [50 + i] * 40} for i in range(12)]
     async with opened(tiny_model) as rollout:
-        found = await groups(rollout, prompts, over_sample=5)
+        found = await groups(rollout, prompts, [SHORT] * 7 + [LONG] * 5, over_sample=5)
         assert sorted(group.id for group in found) == sorted(f"p{i}" for i in range(12))
         whole = [group for group in found if group.is_complete]
         part = [group for group in found if not group.is_complete]
-        assert len(whole) >= 7
-        assert part, "none was left to end early"
+        assert sorted(group.id for group in whole) == sorted(f"p{i}" for i in range(7))
+        assert len(part) == 5
         assert all(len(group.samples) == 4 for group in found)
         again = await groups(rollout, list(part))
         assert sorted(group.id for group in again) == sorted(group.id for group in part)
@@ -59,6 +64,7 @@ async def test_the_rest_comes_as_it_is_and_goes_on_in_a_later_call(tiny_model: P
         for group in again:
             assert group.is_complete
             for sample in group.samples:
+                assert len(sample.token_ids) == 300
                 kept = before[sample.id, sample.sample]
                 assert sample.token_ids[: len(kept)] == kept
 

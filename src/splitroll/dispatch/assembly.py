@@ -78,6 +78,9 @@ class Leg:
     why: Mapping[str, Any]
 
 
+_AFTER_BLOCK = 2
+
+
 def can_segment(sampling: SamplingParams) -> bool:
     """Return whether a sample may be generated in segments with the same outcome.
 
@@ -96,8 +99,10 @@ def next_segment(
 ) -> Segment:
     """Return what to ask for next of a sample of which `begun` is there.
 
-    Segments end where all tokens but the last fill whole blocks of KV: going on there finds them
-    in the prefix cache, and computes no more than the last token.
+    Segments end two tokens after a block of KV is full: going on there finds all full blocks in
+    the prefix cache, and computes no more than these two. One token after it, whose KV is not there
+    yet, the block that it belongs to is not either, and an engine that loads the KV of what was
+    generated so far dies (vLLM 0.32 asserts as many blocks there as here).
     """
     seed = derive_seed(work.seed, index) if begun is None else begun.seed
     done = 0 if begun is None else len(begun.token_ids)
@@ -106,7 +111,7 @@ def next_segment(
     if segment_tokens is None or not can_segment(sampling):
         tokens = left
     else:
-        beyond = (1 - len(work.prompt.token_ids)) % block_size
+        beyond = (_AFTER_BLOCK - len(work.prompt.token_ids)) % block_size
         size = -(-segment_tokens // block_size) * block_size
         tokens = min(left, _next_border(done, size, beyond) - done)
     token_ids = work.prompt.token_ids

@@ -704,7 +704,10 @@ class Dispatcher:
         )
 
     def _request(self, segment: Segment) -> DecodeRequest:
-        kv = self._handoff.hand_out_params(None) if segment.cut and self._moves else None
+        ends_at = len(segment.token_ids) + segment.sampling.max_tokens
+        whole = (ends_at - 1) % self.allocator.block_size == 0  # see `next_segment`
+        moves = segment.cut and self._moves and not whole
+        kv = self._handoff.hand_out_params(None) if moves else None
         return DecodeRequest(self._new_id(), segment.token_ids, segment.sampling, segment.seed, kv)
 
     def _places(self, piece: Piece, engine: int, indices: Sequence[int]) -> Places:
