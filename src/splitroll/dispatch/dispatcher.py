@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -32,6 +33,7 @@ from splitroll.dispatch.assembly import (
     is_cut,
     next_segment,
 )
+from splitroll.dispatch.books import PrefillTicket
 from splitroll.dispatch.gate import Turnstile, WeightedGate
 from splitroll.dispatch.policy import GroupRoute, Part, share
 from splitroll.dispatch.prefix import block_hashes
@@ -342,15 +344,21 @@ class Dispatcher:
                 return
             why = self._explain(route)
             for part, indices in share(fresh, route.parts):
-                # The load counts from now, before any task has begun, and the prompt as well.
+                # All load counts from now, before any task has begun.
+                now = self._clock()
+                ticket = self.allocator.begin_prefill(part.prefill, progress.piece, now)
                 self.allocator.note_prompt(part.decode, progress.piece)
                 places = self._places(progress.piece, part.decode, indices)
-                carried = self._carry(part, places, progress, why, alone=len(route.parts) == 1)
-                tasks.create_task(_closing(carried, places))
+                alone = len(route.parts) == 1
+                carried = self._carry(part, ticket, places, progress, why, alone=alone)
+                # By a callback: a task that is cancelled before it begins runs no code of its own.
+                take_off = functools.partial(self._take_off, ticket, places)
+                tasks.create_task(carried).add_done_callback(take_off)
 
     async def _carry(
         self,
         part: Part,
+        ticket: PrefillTicket,
         places: Places,
         progress: Progress,
         why: Mapping[str, Any],
@@ -360,14 +368,18 @@ class Dispatcher:
         """Take one part of a route to its end."""
         started_s = self._clock()
         if part.is_local:
-            await self._decode(places, Source(None, RouteKind.LOCAL, started_s, why), progress)
+            source = Source(None, RouteKind.LOCAL, started_s, why, ticket=ticket)
+            await self._decode(places, source, progress)
             return
         prefill = self._engine(part.prefill)
         if prefill is None:
             progress.causes.append("no prefill engine is up")
             return
         with self._crossing(progress) as crossing:
-            handle = await self._prefill(prefill, progress)
+            try:
+                handle = await self._prefill(prefill, progress)
+            finally:
+                self.allocator.books.end_prefill(ticket, self._clock())
             if handle is None:
                 return
             # No await since it was returned.
@@ -376,6 +388,11 @@ class Dispatcher:
             await self._hand_over(
                 handle, places, RouteKind.SPLIT, started_s, why, progress, crossing
             )
+
+    def _take_off(self, ticket: PrefillTicket, places: Places, task: object) -> None:
+        """Take off all load of a part that it has not taken off itself."""
+        self.allocator.books.end_prefill(ticket, self._clock())
+        places.close()
 
     def _choose_again(self, part: Part, places: Places, progress: Progress) -> None:
         """Choose the decode engine now that the KV is there: the fleet has gone on meanwhile."""
@@ -410,8 +427,7 @@ class Dispatcher:
                 source = Source(handle, kind, started_s, why, crossing)
             await self._decode(places, source, progress)
         finally:
-            if not handle.taken:  # also when we are cancelled before the decode leg begins
-                self._handoff.give_back(handle)
+            self._give_back(handle)  # also when we are cancelled before the decode leg begins
 
     async def _go_on(
         self, index: int, progress: Progress, *, local: bool = False, at: Cut | None = None
@@ -424,10 +440,9 @@ class Dispatcher:
         begun = progress.begun[index]
         started_s = self._clock()
         piece = self._piece(progress.work, 1, progress.work.prompt.token_ids + begun.token_ids)
-        handle = None
+        handle = None if at is None else at.handle
         try:
             with self._crossing(progress) as crossing:
-                handle = self._adopt(at, begun, progress)
                 part = self._next_part(piece, handle, at, progress, local=local)
                 if part is None:
                     progress.causes.append("no engine is up")
@@ -445,8 +460,6 @@ class Dispatcher:
                         )
         finally:
             self.allocator.withdraw(piece)
-            if handle is not None and not handle.taken:
-                self._handoff.give_back(handle)
 
     def _next_part(
         self,
@@ -474,12 +487,17 @@ class Dispatcher:
         self._explain(route)
         return route.parts[0]
 
-    def _adopt(self, at: Cut | None, begun: Sample, progress: Progress) -> KvHandle | None:
+    def _give_back(self, handle: KvHandle | None) -> None:
+        """Give a handle back unless a decode engine was given it."""
+        if handle is not None and not handle.taken:
+            self._handoff.give_back(handle)
+
+    def _adopt(self, engine: Engine, output: DecodeOutput, progress: Progress) -> KvHandle | None:
         """Return the handle that a segment ended with; None where there is none to use."""
-        if at is None or at.output.kv is None:
+        if output.kv is None:
             return None
         try:
-            return self._handoff.adopt(at.engine, at.output.kv, begun.weight_version)
+            return self._handoff.adopt(engine, output.kv, output.weight_versions[-1].version)
         except LegError as exc:
             progress.causes.append(str(exc))  # its blocks are free when their lease ends
             return None
@@ -513,20 +531,15 @@ class Dispatcher:
         token_ids = progress.work.prompt.token_ids
         name, blocks = engine.info.name, math.ceil(len(token_ids) / engine.info.block_size)
         budget = self._kv_budget(engine)
-        books = self.allocator.books
-        ticket = self.allocator.begin_prefill(books.number(name), progress.piece, self._clock())
+        await budget.acquire(blocks)
         try:
-            await budget.acquire(blocks)
-            try:
-                handle = await self._handoff.prefill(engine, self._new_id(), token_ids)
-            except BaseException as exc:
-                budget.release(blocks)
-                if not isinstance(exc, SplitrollError):
-                    raise
-                self._note_error(exc, engine, progress)
-                return None
-        finally:
-            books.end_prefill(ticket, self._clock())
+            handle = await self._handoff.prefill(engine, self._new_id(), token_ids)
+        except BaseException as exc:
+            budget.release(blocks)
+            if not isinstance(exc, SplitrollError):
+                raise
+            self._note_error(exc, engine, progress)
+            return None
         handle.when_settled(lambda: budget.release(blocks))
         self.stats.prefills[name] += 1
         return handle
@@ -543,8 +556,8 @@ class Dispatcher:
         indices = {request.request_id: i for i, request in requests.items()}
         leader = next(iter(requests.values())).request_id
         result = DecodeResult()
-        ticket = None
-        if source.handle is None:
+        ticket = source.ticket
+        if ticket is None and source.handle is None:
             ticket = self.allocator.begin_prefill(number, piece, self._clock())
         self.allocator.note_prompt(number, piece)
         progress.running |= dict.fromkeys(indices, engine)
@@ -567,8 +580,9 @@ class Dispatcher:
                 if index in progress.begun_s:
                     leg = replace(leg, accepted_s=progress.begun_s[index])
                 if self._note_output(index, output, segments[index], leg, engine, progress, piece):
-                    at = Cut(engine, output)
-                    tasks.create_task(self._go_on(index, progress, at=at))
+                    at = Cut(engine, self._adopt(engine, output, progress))
+                    going_on = tasks.create_task(self._go_on(index, progress, at=at))
+                    going_on.add_done_callback(lambda _: self._give_back(at.handle))
 
             try:
                 await self._handoff.decode(
@@ -635,9 +649,7 @@ class Dispatcher:
             progress.begun_s[index] = self._clock()
             if not (self._ending_early or progress.ending):
                 return True
-            handle = self._adopt(Cut(engine, output), sample, progress)
-            if handle is not None:
-                self._handoff.give_back(handle)
+            self._give_back(self._adopt(engine, output, progress))
             sample = replace(sample, finish_reason="abort")
         progress.done[index] = sample
         progress.on_sample()
@@ -782,11 +794,6 @@ class Dispatcher:
         size = min(sizes, default=1)
         own_tokens = len(work.prompt.token_ids) % size + work.sampling.max_tokens
         return len(work.prompt.token_ids) // size + work.n * math.ceil(own_tokens / size)
-
-
-async def _closing(work: Awaitable[None], places: Places) -> None:
-    with contextlib.closing(places):
-        await work
 
 
 def _naming(prompt: Prompt, refused: InvalidRequest) -> InvalidRequest:

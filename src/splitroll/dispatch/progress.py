@@ -10,8 +10,8 @@ from typing import Any
 
 from splitroll.dispatch.allocator import Allocator, Piece
 from splitroll.dispatch.assembly import GroupWork, Leg, assemble
-from splitroll.dispatch.books import DecodeTicket
-from splitroll.engines.protocol import DecodeOutput, Engine
+from splitroll.dispatch.books import DecodeTicket, PrefillTicket
+from splitroll.engines.protocol import Engine
 from splitroll.errors import InvalidRequest
 from splitroll.handoff.handle import KvHandle
 from splitroll.handoff.legs import NOTHING_YET
@@ -120,6 +120,7 @@ class Source:
     Attributes:
         handle: None computes the prompt on the decode engine, as far as it is not in its cache.
         kind: of the samples' routes; siblings of a leader are shared.
+        ticket: the load of computing the prompt, where it was counted before.
     """
 
     handle: KvHandle | None
@@ -127,14 +128,15 @@ class Source:
     started_s: float
     why: Mapping[str, Any]
     crossing: Crossing | None = None
+    ticket: PrefillTicket | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a segment has just ended."""
+    """Where a segment has just ended, and the handle to what was generated, if there is one."""
 
     engine: Engine
-    output: DecodeOutput
+    handle: KvHandle | None
 
 
 def ended_early(progress: Progress, index: int) -> Sample:
