@@ -121,3 +121,26 @@ def test_it_holds_for_engines_beyond_the_width_of_a_word() -> None:
     index.add(199, blocks)
     index.add(3, blocks[:1])
     assert index.depths(blocks) == [(1 << 3, 1), (1 << 199, 2)]
+
+
+def test_an_engine_that_lacks_what_it_should_hold_is_believed_to_keep_less() -> None:
+    index = PrefixIndex()
+    index.join(0, 100)
+    for first in range(0, 100, 10):
+        index.add(0, range(first, first + 10))
+    index.observe(0, expected=10, found=4)
+    assert index.depths(range(0, 10)) == [], "the oldest are gone"
+    assert index.depths(range(90, 100)) == [(1, 10)]
+    for _ in range(100):
+        index.observe(0, expected=10, found=10)
+    index.add(0, range(0, 10))
+    assert index.depths(range(0, 10)) == [(1, 10)]
+    assert index.depths(range(10, 20)) == [(1, 10)], "it keeps as much as ever"
+
+
+def test_what_was_not_expected_teaches_nothing() -> None:
+    index = PrefixIndex()
+    index.join(0, 10)
+    index.add(0, range(10))
+    index.observe(0, expected=0, found=0)
+    assert index.depths(range(10)) == [(1, 10)]

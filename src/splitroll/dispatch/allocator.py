@@ -214,13 +214,18 @@ class Allocator:
         cost, cached = self.books.cost(engine), self._cached(engine, piece)
         seconds = cost.prefill(piece.prompt_tokens - cached, cached)
         self._prefixes.add(engine, piece.blocks)
-        return self.books.begin_prefill(engine, seconds, piece.prompt_tokens, now)
+        return self.books.begin_prefill(engine, seconds, piece.prompt_tokens, now, cached)
 
     def begin_decode(self, engine: int, piece: Piece, now: float) -> DecodeTicket:
         """Give a sample of a piece to an engine, or reserve it a place there."""
         return self.books.begin_decode(
             engine, piece.prompt_tokens, piece.expected, piece.max_tokens, now
         )
+
+    def note_cached(self, ticket: PrefillTicket, tokens: int) -> None:
+        """Learn how many tokens of a prompt an engine really had in its cache."""
+        size = self.block_size
+        self._prefixes.observe(ticket.engine, ticket.cached // size, tokens // size)
 
     def note_prompt(self, engine: int, piece: Piece) -> None:
         """Note that a piece's prompt is in an engine's cache, or about to be."""

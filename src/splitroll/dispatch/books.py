@@ -102,6 +102,8 @@ class PrefillTicket:
     engine: int
     seconds: float
     tokens: int
+    cached: int = 0
+    """Of the tokens, those that were expected to be in the engine's cache."""
     open: bool = True
 
 
@@ -245,13 +247,15 @@ class Books:
 
     # Work that is given out, and its ends.
 
-    def begin_prefill(self, engine: int, seconds: float, tokens: int, now: float) -> PrefillTicket:
+    def begin_prefill(
+        self, engine: int, seconds: float, tokens: int, now: float, cached: int = 0
+    ) -> PrefillTicket:
         self._advance(engine, now)
         self._backlog[engine] += seconds
         self._at_decodes[engine] += seconds
         self._tokens[engine] += tokens
         self._accounts[engine].prefill_given_s += seconds
-        return PrefillTicket(engine, seconds, tokens)
+        return PrefillTicket(engine, seconds, tokens, cached)
 
     def end_prefill(self, ticket: PrefillTicket, now: float) -> None:
         """Take a prefill off, however it ended; later calls do nothing."""

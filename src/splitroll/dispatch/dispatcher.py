@@ -598,7 +598,7 @@ class Dispatcher:
             finally:
                 arrived()
             self._note_result(result, source, engine, progress)
-            self._learn(result, source, number, leader, requests)
+            self._learn(result, source, ticket, number, leader, requests)
 
     def _leg(
         self,
@@ -683,15 +683,18 @@ class Dispatcher:
         self,
         result: DecodeResult,
         source: Source,
+        ticket: PrefillTicket | None,
         number: int,
         leader: str,
         requests: Mapping[int, DecodeRequest],
     ) -> None:
-        """Tell the allocator what the leader's answer says of transfers."""
+        """Tell the allocator what the leader's answer says of caches and transfers."""
         output = result.outputs.get(leader)
         if output is None or not output.token_ids:
             return
-        if source.handle is not None and result.handed_off:
+        if source.handle is None and ticket is not None:
+            self.allocator.note_cached(ticket, output.cached_tokens)
+        elif source.handle is not None and result.handed_off:
             prefill = self.allocator.books.number(source.handle.prefill_engine)
             tokens = len(next(iter(requests.values())).token_ids)
             self.allocator.observe_transfer(prefill, number, tokens, output.wait_s)

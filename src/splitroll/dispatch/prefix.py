@@ -1,8 +1,8 @@
 """Which engine holds which prefix blocks in its cache, as far as can be known from outside. Pure.
 
 Fed by what was dispatched and bounded like the engines' caches: the least recently used block goes
-first. What an engine turns out to have lacked needs no correction, since it has computed it by the
-time that it says so.
+first. What an engine turns out to have lacked, it has computed by the time that it says so; but how
+much it keeps is learnt from it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 BlockHash = int
+
+_SHRINK, _GROW = 0.9, 1.02
+_LEAST_KEPT = 1.0
 
 
 def block_hashes(
@@ -32,11 +35,14 @@ class PrefixIndex:
         self._holders: defaultdict[BlockHash, int] = defaultdict(int)
         self._held: dict[int, OrderedDict[BlockHash, None]] = {}
         self._capacity: dict[int, int] = {}
+        self._kept: dict[int, float] = {}
+        """Blocks that each engine is believed to keep, of its capacity at most."""
 
     def join(self, engine: int, capacity_blocks: int) -> None:
         """Note an engine with an empty cache."""
         self.forget(engine)
         self._capacity[engine] = capacity_blocks
+        self._kept[engine] = float(capacity_blocks)
 
     def forget(self, engine: int) -> None:
         """Note that an engine's cache is empty: it restarted, or its weights changed."""
@@ -53,7 +59,21 @@ class PrefixIndex:
             else:
                 held[block] = None
                 self._holders[block] |= bit
-        while len(held) > self._capacity[engine]:
+        self._evict(engine)
+
+    def observe(self, engine: int, expected: int, found: int) -> None:
+        """Learn from a prompt of which an engine was expected to hold so many leading blocks, and
+        held so many: where it held fewer, it keeps less than was believed, since what it generates
+        takes room too, and older blocks are gone as well."""
+        if found < expected:
+            self._kept[engine] = max(_LEAST_KEPT, _SHRINK * len(self._held[engine]))
+            self._evict(engine)
+        elif expected:
+            self._kept[engine] = min(self._capacity[engine], _GROW * self._kept[engine])
+
+    def _evict(self, engine: int) -> None:
+        held = self._held[engine]
+        while len(held) > self._kept[engine]:
             block, _ = held.popitem(last=False)
             self._drop_holder(block, engine)
 
