@@ -23,8 +23,9 @@ from splitroll.engines.simulated import LatencyModel, SimulatedLauncher
 from splitroll.errors import EngineDied
 from splitroll.fleet.fleet import Fleet
 from splitroll.handoff.legs import Handoff
+from splitroll.opening import make_dispatcher, open_fleet
 from splitroll.placement import Node, place
-from splitroll.rollout import Rollout, make_dispatcher, open_fleet
+from splitroll.rollout import Rollout
 from splitroll.updater import Updater
 from tiny_model import make_tiny_model
 

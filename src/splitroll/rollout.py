@@ -7,8 +7,6 @@ import contextlib
 import functools
 import math
 import os
-import secrets
-from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -28,41 +26,30 @@ from splitroll.config.rules import max_model_len
 from splitroll.dispatch.assembly import GroupWork
 from splitroll.dispatch.dispatcher import Dispatcher
 from splitroll.dispatch.observe import observed
-from splitroll.engines.protocol import Engine
 from splitroll.environment import AnyEnvironment, Encode, EnvironmentFactory, EpisodeGroup
 from splitroll.episodes import EpisodeLimits, run_episodes
 from splitroll.errors import FleetError, InvalidRequest, Problem
-from splitroll.fleet.fleet import Fleet, Launcher, Prover
-from splitroll.fleet.prove import PairProof, proof_prompt, prove_pairs
-from splitroll.handoff.backend import make_backend
-from splitroll.handoff.cleanup import Cleanup
-from splitroll.handoff.legs import Handoff, LegLimits
+from splitroll.fleet.fleet import Fleet
+from splitroll.groups import plan_groups
+from splitroll.handoff.legs import Handoff
 from splitroll.model import ModelFacts
-from splitroll.placement import EngineSpec, check_devices, place
-from splitroll.prompts import PromptLike, Tokenizer, read_prompt
+from splitroll.opening import OnState, backend_of, make_dispatcher, open_fleet
+from splitroll.placement import check_devices, place
+from splitroll.prompts import PromptLike, Tokenizer
 from splitroll.types import (
     FailedGroup,
     Group,
-    Prompt,
-    Role,
-    Sample,
     SamplingParams,
-    derive_seed,
 )
 from splitroll.updater import Updater, UpdateReport
 
 if TYPE_CHECKING:
     from splitroll.weights.ranks import TrainerRanks
 
-_VOCAB_FOR_PROOF = 4096
-"""The proof's prompt uses low token ids only, which every model has."""
-
-_CLEANUP_MARGIN_S = 10.0
 _LEAST_QUEUED = 64
 """Groups of a call that are under way or wait at least, however few seats there are."""
 
 OnError = Literal["raise", "yield"]
-OnState = Callable[[Fleet], None]
 _Outcome = Group | EpisodeGroup | FailedGroup
 _Run = Callable[[GroupWork], Awaitable[Group | EpisodeGroup]]
 
@@ -160,7 +147,7 @@ class Rollout:
         async with open_cluster(config):
             nodes = await take_inventory(wants_gpus=config.devices.kind != "cpu")
             specs = place(config, nodes)
-            backend = _backend(config)
+            backend = backend_of(config)
             launcher = RayLauncher(config, facts, backend, fleet_id=os.urandom(4).hex())
             eventful = False
             try:
@@ -379,7 +366,7 @@ class Rollout:
             ProofError: a pair does not hand off KV.
             FleetFenced: a weight update failed.
         """
-        self.dispatcher.check_fence()
+        self.dispatcher.barrier.check_fence()
         await self.fleet.prove_all()
 
     async def activity(self) -> Activity:
@@ -487,173 +474,6 @@ def _environment_problems(environment: Any, max_turns: Any, encode: Any) -> Iter
         found = repr(environment)
         hint = "see splitroll.environment"
         yield Problem("environment", found, "an object with `observe` or `make`", hint)
-
-
-def plan_groups(
-    prompts: Iterable[PromptLike],
-    *,
-    n: int,
-    sampling: SamplingParams | Sequence[SamplingParams],
-    tokenizer: Tokenizer,
-    max_model_len: int,
-    vocab_size: int,
-) -> list[GroupWork]:
-    """Turn prompts into groups; needs no fleet.
-
-    Raises:
-        InvalidRequest: with every problem: n, prompts that are empty or too long, ids used twice.
-    """
-    problems: list[Problem] = []
-    if isinstance(prompts, str | Mapping | Prompt) or not isinstance(prompts, Iterable):
-        found, hint = type(prompts).__name__, "wrap it: [prompt]"
-        raise InvalidRequest([Problem("prompts", found, "a list of prompts", hint)])
-    if not isinstance(n, int) or n < 1:
-        problems.append(Problem("n", repr(n), "a whole number from 1", "ask for 1 or more"))
-    asked = list(prompts)
-    samplings = _sampling_of_each(sampling, len(asked))
-    drawn = secrets.randbits(62)
-    for one in dict.fromkeys(samplings):
-        problems += _vocabulary_problems("sampling.stop_token_ids", one.stop_token_ids, vocab_size)
-    works = []
-    for index, (given, one) in enumerate(zip(asked, samplings, strict=True)):
-        try:
-            prompt = read_prompt(given, index, tokenizer)
-        except InvalidRequest as exc:
-            problems += exc.problems
-            continue
-        if (problem := _length_problem(prompt, one, max_model_len)) is not None:
-            problems.append(problem)
-        problems += _vocabulary_problems(f"prompt {prompt.id}", prompt.token_ids, vocab_size)
-        begun: Mapping[int, Sample] = {}
-        if isinstance(given, Group):
-            begun = {sample.sample: sample for sample in given.samples}
-            problems += _continuation_problems(given, one)
-        seed = drawn if one.seed is None else one.seed
-        works.append(GroupWork(prompt, len(begun) or n, one, derive_seed(seed, prompt.id), begun))
-    for prompt_id, count in Counter(work.prompt.id for work in works).items():
-        if count > 1:
-            hint = "samples are told apart by it: give each prompt its own"
-            problems.append(Problem("id", f"{prompt_id!r}, {count} times", "an id used once", hint))
-    if problems:
-        raise InvalidRequest(problems)
-    return works
-
-
-def _continuation_problems(group: Group, sampling: SamplingParams) -> list[Problem]:
-    unfinished = [s for s in group.samples if s.finish_reason == "abort"]
-    path = f"prompt {group.id}"
-    if not unfinished:
-        hint = "leave it out, or give its prompt to generate it anew"
-        return [Problem(path, "a group that is complete", "one with unfinished samples", hint)]
-    longest = max(len(sample.token_ids) for sample in unfinished)
-    if longest < sampling.max_tokens:
-        return []
-    found = f"a sample of {longest} tokens to be continued"
-    allowed = f"fewer than max_tokens, which is {sampling.max_tokens}"
-    return [Problem(path, found, allowed, "raise max_tokens")]
-
-
-def _sampling_of_each(sampling: Any, count: int) -> list[SamplingParams]:
-    """Return the sampling of each prompt, given one for all of them or one for each."""
-    if isinstance(sampling, SamplingParams):
-        return [sampling] * count
-    hint = "write SamplingParams(max_tokens=...)"
-    if not isinstance(sampling, Sequence):
-        found = type(sampling).__name__
-        raise InvalidRequest([Problem("sampling", found, "a SamplingParams", hint)])
-    if wrong := [one for one in sampling if not isinstance(one, SamplingParams)]:
-        found = f"a list with {type(wrong[0]).__name__}"
-        raise InvalidRequest([Problem("sampling", found, "a list of SamplingParams", hint)])
-    if len(sampling) != count:
-        found, hint = f"{len(sampling)} for {count} prompts", "give one for each prompt, or one"
-        raise InvalidRequest([Problem("sampling", found, str(count), hint)])
-    return list(sampling)
-
-
-def _length_problem(prompt: Prompt, sampling: SamplingParams, max_model_len: int) -> Problem | None:
-    length = len(prompt.token_ids)
-    if length == 0:
-        return Problem(f"prompt {prompt.id}", "no tokens", "one token or more", "fill it")
-    if length + sampling.max_tokens <= max_model_len:
-        return None
-    return Problem(
-        f"prompt {prompt.id}",
-        f"{length} tokens + max_tokens {sampling.max_tokens} = {length + sampling.max_tokens}",
-        f"at most max_model_len, which is {max_model_len}",
-        "lower max_tokens, shorten the prompt, or raise engine.max_model_len",
-    )
-
-
-def _vocabulary_problems(path: str, token_ids: Sequence[int], size: int) -> list[Problem]:
-    beyond = [token for token in token_ids if not 0 <= token < size]
-    if not beyond:
-        return []
-    return [Problem(path, f"token id {beyond[0]}", f"0 to {size - 1}", "use the model's own ids")]
-
-
-@contextlib.asynccontextmanager
-async def open_fleet(
-    config: Config,
-    specs: Sequence[EngineSpec],
-    launcher: Launcher,
-    on_state: OnState = lambda fleet: None,
-) -> AsyncGenerator[tuple[Fleet, Handoff], None]:
-    """Open a fleet, real or simulated by its launcher, and the handoff between its engines."""
-    # Nothing is left to clean up once the leases of all handles have ended.
-    cleanup = Cleanup(limit_s=config.disaggregation.kv_lease_s + _CLEANUP_MARGIN_S)
-    handoffs: list[Handoff] = []
-    elastic = is_elastic(config)
-
-    def make_prover(fleet: Fleet) -> Prover:
-        loaders = () if elastic else (Role.DECODE,)
-        handoffs.append(_make_handoff(config, cleanup, lambda: fleet.up(*loaders)))
-
-        async def prove(prefills: Sequence[Engine], decodes: Sequence[Engine]) -> list[PairProof]:
-            if not prefills or not decodes:
-                return []
-            info = decodes[0].info
-            prompt = proof_prompt(_VOCAB_FOR_PROOF, info.block_size, info.max_model_len)
-            return await prove_pairs(handoffs[0], prefills, decodes, prompt, fleet.weight_version)
-
-        return prove
-
-    opening = Fleet.open(specs, launcher, config.limits, make_prover, on_state, elastic=elastic)
-    async with opening as fleet:
-        try:
-            yield fleet, handoffs[0]
-        finally:
-            await cleanup.close()
-
-
-def make_dispatcher(config: Config, fleet: Fleet, handoff: Handoff) -> Dispatcher:
-    """Return the dispatcher of a fleet."""
-    # A pause that keeps requests would meet handles of segments that have just ended.
-    moves = is_elastic(config) and config.weights.in_flight == "drain"
-    return Dispatcher(fleet, handoff, config.dispatch, config.limits, moves=moves)
-
-
-def is_elastic(config: Config) -> bool:
-    """Return whether any engine may hand KV to any other."""
-    return config.disaggregation.enabled and config.dispatch.roles == "elastic"
-
-
-def _make_handoff(
-    config: Config, cleanup: Cleanup, decoders: Callable[[], Sequence[Engine]]
-) -> Handoff:
-    section = config.disaggregation
-    limits = LegLimits(
-        lease_s=section.kv_lease_s,
-        handoff_timeout_s=section.handoff_timeout_s,
-        prefill_timeout_s=config.limits.prefill_timeout_s,
-        sample_timeout_s=config.limits.sample_timeout_s,
-    )
-    return Handoff(make_backend(section.transfer_backend), limits, cleanup, decoders)
-
-
-def _backend(config: Config) -> Any:
-    if not config.disaggregation.enabled:
-        return None
-    return make_backend(config.disaggregation.transfer_backend)
 
 
 def with_score(group: Group, score: Callable[[str], float]) -> Group:

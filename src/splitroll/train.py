@@ -20,12 +20,12 @@ from splitroll.blocking import BlockingRollout
 from splitroll.config import Config, Train, collecting, examine
 from splitroll.config.rules import max_model_len
 from splitroll.errors import ConfigError, Problem
+from splitroll.groups import plan_groups
 from splitroll.integrations.grpo import check_settings, sampling_params
 from splitroll.model import ModelFacts
 from splitroll.placement import check_devices
 from splitroll.prompts import Tokenizer
 from splitroll.report import StepRecord
-from splitroll.rollout import plan_groups
 from splitroll.tasks import Task, load_task
 
 STEPS_FILE = "steps.jsonl"

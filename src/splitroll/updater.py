@@ -163,7 +163,7 @@ class Updater:
         elsewhere: Sequence[str] = (),
     ) -> None:
         self._fleet = fleet
-        self._dispatcher = dispatcher
+        self._barrier = dispatcher.barrier
         self._handoff = handoff
         self._fleet_id = fleet_id
         self._address = address
@@ -396,13 +396,13 @@ class Updater:
             return await self._go_through(transaction)
         except BaseException as exc:
             # Whatever it was: engines may hold anything now.
-            self._dispatcher.fence(f"the update broke off: {type(exc).__name__}: {exc}")
+            self._barrier.fence(f"the update broke off: {type(exc).__name__}: {exc}")
             raise
 
     async def _go_through(self, transaction: _Transaction) -> Update:
         settings = self._settings
         transaction.engines = {engine.info.name: engine for engine in self._fleet.ready()}
-        fenced = self._dispatcher.is_fenced
+        fenced = self._barrier.is_fenced
         update = Update.begin(transaction.engines, settings.on_failure, fenced=fenced)
         with contextlib.ExitStack() as held:
             while update.outcome is None:
@@ -436,19 +436,19 @@ class Updater:
             self._opened().commit(transaction.outbox)
         if update.outcome is Outcome.FENCED:
             # Nor does an engine join: those that it would be proven against are paused.
-            self._dispatcher.fence(_told(update))
+            self._barrier.fence(_told(update))
             return
         if self._membership_closed:
             self._fleet.open_membership()
             self._membership_closed = False
-        self._dispatcher.reopen()
+        self._barrier.reopen()
 
     async def _settle_handles(self, transaction: _Transaction, held: contextlib.ExitStack) -> Event:
         """See that no KV is in flight, hold the membership, and wait for the first weights."""
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 if self._settings.in_flight != "drain":
-                    await self._dispatcher.interrupt_crossings()
+                    await self._barrier.interrupt_crossings()
                 if not self._membership_closed:
                     await self._fleet.close_membership()
                     self._membership_closed = True
@@ -509,10 +509,10 @@ class Updater:
 
     async def _shut(self, transaction: _Transaction) -> None:
         """Let nothing begin; with `drain` wait for what has, unless the trainer fails meanwhile."""
-        self._dispatcher.shut(partial=self._settings.in_flight == "abort")
+        self._barrier.shut(partial=self._settings.in_flight == "abort")
         if self._settings.in_flight != "drain":
             return
-        drained = asyncio.ensure_future(self._dispatcher.drained())
+        drained = asyncio.ensure_future(self._barrier.drained())
         given_up = asyncio.ensure_future(transaction.given_up.wait())
         try:
             await asyncio.wait([drained, given_up], return_when=asyncio.FIRST_COMPLETED)
@@ -529,7 +529,7 @@ class Updater:
             await engine.pause(abort=True)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ABORT_AGAIN_S):
-                    await self._dispatcher.drained()
+                    await self._barrier.drained()
                     return
 
     async def _do(

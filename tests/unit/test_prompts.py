@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from splitroll.errors import InvalidRequest, Problem
+from splitroll.groups import plan_groups
 from splitroll.prompts import Tokenizer, read_prompt, read_prompt_file
-from splitroll.rollout import plan_groups
 from splitroll.types import Prompt, SamplingParams
 
 

@@ -20,9 +20,10 @@ from splitroll.config import Config, collecting, examine
 from splitroll.config.rules import max_model_len
 from splitroll.dispatch.assembly import GroupWork
 from splitroll.errors import ConfigError, Problem
+from splitroll.groups import plan_groups
 from splitroll.placement import check_devices
 from splitroll.prompts import PromptLike, Tokenizer, read_prompt_file
-from splitroll.rollout import Activity, Rollout, plan_groups, with_score
+from splitroll.rollout import Activity, Rollout, with_score
 from splitroll.samples import SampleFile, run_fingerprint
 from splitroll.tasks import Task, load_task
 from splitroll.types import FailedGroup, RouteKind, SamplingParams

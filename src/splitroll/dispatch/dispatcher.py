@@ -33,8 +33,9 @@ from splitroll.dispatch.assembly import (
     is_cut,
     next_segment,
 )
+from splitroll.dispatch.barrier import Barrier
 from splitroll.dispatch.books import PrefillTicket
-from splitroll.dispatch.gate import Turnstile, WeightedGate
+from splitroll.dispatch.gate import WeightedGate
 from splitroll.dispatch.policy import GroupRoute, Part, share
 from splitroll.dispatch.prefix import block_hashes
 from splitroll.dispatch.progress import (
@@ -49,7 +50,6 @@ from splitroll.dispatch.progress import (
 from splitroll.engines.protocol import DecodeOutput, DecodeRequest, Engine
 from splitroll.errors import (
     EngineDied,
-    FleetFenced,
     GroupFailed,
     InvalidRequest,
     LegError,
@@ -71,11 +71,9 @@ _KV_SHARE = 0.9
 """Of a prefill engine's KV that pinned handles may fill; the rest lets prompts be computed."""
 
 
-_POLL_S = 0.005
 _STOP_POLL_S = 0.05
 _HEAD_START_S = 60.0
 """By how much at most a group may go before others that came earlier: none starves."""
-_FENCE_POLL_S = 1.0
 
 
 class Dispatcher:
@@ -96,6 +94,7 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats = DispatchStats()
+        self.barrier = Barrier(limits.recovery_timeout_s)
         self.allocator = Allocator(
             settings.policy,
             elastic=settings.roles == "elastic",
@@ -112,66 +111,9 @@ class Dispatcher:
         self._kv_budgets: dict[str, WeightedGate] = {}
         self._seats = WeightedGate(0)
         self._decode_kv = WeightedGate(0)
-        self._turnstile = Turnstile()
-        self._crossings: set[Crossing] = set()
         self._prefixes_of = fleet.weight_version
-        self._partial_ok = False
-        """An update has ended samples early; such may still come in when it is over."""
-        self._ending_early = False
-        self._fence: str | None = None
         self._resize()
         fleet.on_change(self._resize)
-
-    # What a weight update asks for: see `splitroll.updater`.
-
-    @property
-    def is_fenced(self) -> bool:
-        return self._fence is not None
-
-    def shut(self, *, partial: bool) -> None:
-        """Let no attempt begin.
-
-        Args:
-            partial: samples that engines end early are returned as they are.
-        """
-        self._partial_ok |= partial
-        self._ending_early = partial
-        self._fence = None  # who waits for it, waits for the update
-        self._turnstile.shut()
-
-    async def drained(self) -> None:
-        """Return when no attempt is under way."""
-        await self._turnstile.empty()
-
-    async def interrupt_crossings(self) -> None:
-        """Cancel every attempt whose KV is between two engines, on both sides, and return when all
-        have ended; they are repeated when work is let in again."""
-        while self._crossings:
-            for crossing in self._crossings:
-                if not crossing.interrupted:
-                    crossing.interrupted = True
-                    crossing.task.cancel()
-            await asyncio.sleep(_POLL_S)
-
-    def reopen(self) -> None:
-        """Let attempts begin again."""
-        self._ending_early = False
-        self._fence = None
-        self._turnstile.open()
-
-    def check_fence(self) -> None:
-        """
-        Raises:
-            FleetFenced: a weight update failed, and none has succeeded since.
-        """
-        if self._fence is not None:
-            raise FleetFenced(self._fence)
-
-    def fence(self, cause: str) -> None:
-        """Stay shut after a failed update: what is accepted waits for another one to succeed, and
-        fails with the cause when none does within `limits.recovery_timeout_s`."""
-        self._ending_early = False
-        self._fence = cause
 
     async def run(self, work: GroupWork, stop: asyncio.Event | None = None) -> Group:
         """Generate one group.
@@ -281,23 +223,11 @@ class Dispatcher:
         """Make an attempt, and make it again when a weight update interrupted it."""
         while True:
             progress.interrupted = False
-            await self._let_in()
-            with self._turnstile.inside():
+            await self.barrier.let_in()
+            with self.barrier.inside():
                 await attempt(progress)
             if not (progress.interrupted and progress.missing):
                 return
-
-    async def _let_in(self) -> None:
-        """Wait until attempts may begin; a weight update that is under way has its own limits."""
-        while not self._turnstile.is_open:
-            fence = self._fence
-            limit_s = self._limits.recovery_timeout_s if fence else _FENCE_POLL_S
-            try:
-                async with asyncio.timeout(limit_s):
-                    await self._turnstile.opened()
-            except TimeoutError:
-                if fence is not None and self._fence is not None:
-                    raise FleetFenced(self._fence) from None
 
     def _attempts(
         self, progress: Progress
@@ -375,7 +305,7 @@ class Dispatcher:
         if prefill is None:
             progress.causes.append("no prefill engine is up")
             return
-        with self._crossing(progress) as crossing:
+        with self.barrier.crossing(progress) as crossing:
             try:
                 handle = await self._prefill(prefill, progress)
             finally:
@@ -421,7 +351,7 @@ class Dispatcher:
         try:
             if self.allocator.books.name(places.engine) == handle.prefill_engine:
                 self._handoff.give_back(handle)
-                self._crossings.discard(crossing)
+                self.barrier.arrived(crossing)
                 source = Source(None, RouteKind.LOCAL, started_s, why)
             else:
                 source = Source(handle, kind, started_s, why, crossing)
@@ -442,7 +372,7 @@ class Dispatcher:
         piece = self._piece(progress.work, 1, progress.work.prompt.token_ids + begun.token_ids)
         handle = None if at is None else at.handle
         try:
-            with self._crossing(progress) as crossing:
+            with self.barrier.crossing(progress) as crossing:
                 part = self._next_part(piece, handle, at, progress, local=local)
                 if part is None:
                     progress.causes.append("no engine is up")
@@ -450,7 +380,7 @@ class Dispatcher:
                 with contextlib.closing(self._places(piece, part.decode, [index])) as places:
                     why = begun.route.why
                     if handle is None:
-                        self._crossings.discard(crossing)
+                        self.barrier.arrived(crossing)
                         source = Source(None, RouteKind.LOCAL, started_s, why)
                         await self._decode(places, source, progress)
                     else:
@@ -502,22 +432,6 @@ class Dispatcher:
             progress.causes.append(str(exc))  # its blocks are free when their lease ends
             return None
 
-    @contextlib.contextmanager
-    def _crossing(self, progress: Progress) -> Generator[Crossing, None, None]:
-        """Let a weight update interrupt what is inside, until `_decode` takes the crossing off."""
-        task = asyncio.current_task()
-        assert task is not None, "attempts run in tasks"
-        crossing = Crossing(task)
-        self._crossings.add(crossing)
-        try:
-            yield crossing
-        except asyncio.CancelledError:
-            if not crossing.interrupted or task.uncancel() > 0:
-                raise
-            progress.interrupted = True
-        finally:
-            self._crossings.discard(crossing)
-
     async def _any_engine(self, progress: Progress) -> bool:
         """Wait until any engine serves; False, and noted, when none does in time."""
         limit_s = self._limits.recovery_timeout_s
@@ -566,7 +480,7 @@ class Dispatcher:
             if ticket is not None:
                 self.allocator.books.end_prefill(ticket, self._clock())
             if source.crossing is not None:
-                self._crossings.discard(source.crossing)
+                self.barrier.arrived(source.crossing)
 
         async with asyncio.TaskGroup() as tasks:
 
@@ -593,7 +507,7 @@ class Dispatcher:
                     result=result,
                     on_end=ended,
                     on_kv=arrived,
-                    ending_early=lambda: self._ending_early or progress.ending,
+                    ending_early=lambda: self.barrier.ending_early or progress.ending,
                 )
             finally:
                 arrived()
@@ -637,7 +551,7 @@ class Dispatcher:
     ) -> bool:
         """Keep what an engine returned; True when the sample goes on."""
         early = output.finish_reason == "abort"
-        if early and not (self._partial_ok or progress.ending):
+        if early and not (self.barrier.partial_ok or progress.ending):
             self._note_error(LegError(leg.decode, "it aborted a sample"), engine, progress)
             return False
         begun = progress.begun.get(index)
@@ -647,7 +561,7 @@ class Dispatcher:
         if is_cut(segment, output):
             progress.begun[index] = sample
             progress.begun_s[index] = self._clock()
-            if not (self._ending_early or progress.ending):
+            if not (self.barrier.ending_early or progress.ending):
                 return True
             self._give_back(self._adopt(engine, output, progress))
             sample = replace(sample, finish_reason="abort")
