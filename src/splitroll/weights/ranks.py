@@ -174,14 +174,17 @@ class Conductor:
         """Return the checksums of all ranks.
 
         Raises:
-            Exception: what the first rank that failed raised.
+            Exception: what the first rank that failed raised; that another one gave up is no cause.
         """
         every = [sums] if self._ranks is None else self._ranks.collect(sums)
         self._listening = True
+        errors = [one for one in every if isinstance(one, Exception)]
+        causes = [one for one in errors if not isinstance(one, InterruptedError)]
+        for error in causes or errors:
+            raise error
         merged: dict[str, str] = {}
         for one in every:
-            if isinstance(one, Exception):
-                raise one
+            assert not isinstance(one, Exception), "raised above"
             merged |= one
         return merged
 
