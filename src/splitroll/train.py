@@ -27,6 +27,7 @@ from splitroll.placement import check_devices
 from splitroll.prompts import Tokenizer
 from splitroll.report import StepRecord
 from splitroll.tasks import Task, load_task
+from splitroll.types import RouteKind
 
 STEPS_FILE = "steps.jsonl"
 MODEL_FOLDER = "model"
@@ -156,9 +157,7 @@ def step_record(
     A step that trains on samples of an earlier one (`num_iterations`, `steps_per_generation`) has
     no reward of its own, and the weight version of the one before.
     """
-    split, shared, local = (
-        int(logs.get(f"splitroll/samples_{kind}", 0)) for kind in ("split", "shared", "local")
-    )
+    routes = {kind.value: int(logs.get(f"splitroll/samples_{kind.value}", 0)) for kind in RouteKind}
     generate_s, prefill_s, transfer_s, decode_s, sync_s = (
         logs.get(f"splitroll/{phase}_s", 0.0)
         for phase in ("generate", "prefill", "transfer", "decode", "sync")
@@ -173,11 +172,9 @@ def step_record(
         loss=logs.get("loss"),
         logprob_gap_mean=logs.get("sampling/sampling_logp_difference/mean"),
         logprob_gap_max=logs.get("sampling/sampling_logp_difference/max"),
-        samples=split + shared + local,
+        samples=sum(routes.values()),
         tokens=int(logs.get("splitroll/tokens", 0)),
-        split=split,
-        shared=shared,
-        local=local,
+        **routes,
         generate_s=generate_s,
         prefill_s=prefill_s,
         transfer_s=transfer_s,

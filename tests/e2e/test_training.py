@@ -26,6 +26,7 @@ def arguments(tiny_config: dict[str, Any], chat_model: Path, tmp_path: Path) -> 
         **tiny_config,
         "model": str(chat_model),
         "disaggregation": {"decode_replicas": 1},
+        "dispatch": {"policy": "static"},
         "train": {"num": 8, "grpo": grpo},
     }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))

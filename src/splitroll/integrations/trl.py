@@ -30,7 +30,15 @@ from splitroll.errors import ConfigError, Problem
 from splitroll.integrations.grpo import check_settings, sampling_params
 from splitroll.report.attribution import attribute_turns
 from splitroll.rollout import Activity
-from splitroll.types import FailedGroup, Group, Prompt, Sample, SamplingParams, derive_seed
+from splitroll.types import (
+    FailedGroup,
+    Group,
+    Prompt,
+    RouteKind,
+    Sample,
+    SamplingParams,
+    derive_seed,
+)
 from splitroll.updater import UpdateReport
 
 COLUMNS = (
@@ -358,8 +366,8 @@ class _Meter:
             metrics["splitroll/weight_version"] = float(min(versions))
             metrics["splitroll/weight_version_max"] = float(max(versions))
             routes = Counter(sample.route.kind.value for sample in self._samples)
-            for kind in ("split", "shared", "local"):
-                metrics[f"splitroll/samples_{kind}"] = float(routes[kind])
+            for kind in RouteKind:
+                metrics[f"splitroll/samples_{kind.value}"] = float(routes[kind.value])
         if self._gap_tokens:
             metrics[f"{LOGP_DIFFERENCE}/mean"] = self._gap_sum / self._gap_tokens
             metrics[f"{LOGP_DIFFERENCE}/max"] = self._gap_max

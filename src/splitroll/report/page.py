@@ -159,7 +159,8 @@ def _found(steps: Sequence[StepRecord]) -> dict[str, str]:
     gap = finite_mean(step.logprob_gap_mean for step in steps)
     gaps = [g for s in steps if (g := s.logprob_gap_max) is not None and math.isfinite(g)]
     tokens, generate_s = sum(s.tokens for s in steps), sum(s.generate_s for s in steps)
-    routes = {kind: sum(getattr(s, kind) for s in steps) for kind in ("split", "shared", "local")}
+    kinds = ("split", "shared", "local", "migrated")
+    routes = {kind: sum(getattr(s, kind) for s in steps) for kind in kinds}
     samples = sum(step.samples for step in steps)
     versions = [step.weight_version for step in steps]
     found = {
@@ -211,7 +212,7 @@ def _steps_table(steps: Sequence[StepRecord]) -> str:
     phases = list(dict.fromkeys(name for step in steps for name in step.sync_phases))
     head = [
         *("step", "weight version", "mean reward", "reward std", "loss", "gap mean (nats)"),
-        *("gap max (nats)", "samples", "split / shared / local", "tokens", "total (s)"),
+        *("gap max (nats)", "samples", "split / shared / local / migrated", "tokens", "total (s)"),
         *("generate (s)", "prefill (s)", "transfer (s)", "decode (s)", "sync (s)", "train (s)"),
         *(f"sync: {name} (s)" for name in phases),
     ]
@@ -232,7 +233,7 @@ def _steps_row(step: StepRecord, phases: Iterable[str]) -> str:
         number(step.loss, "#.2g"),
         *(number(v, "#.2g") for v in (step.logprob_gap_mean, step.logprob_gap_max)),
         str(step.samples),
-        f"{step.split} / {step.shared} / {step.local}",
+        f"{step.split} / {step.shared} / {step.local} / {step.migrated}",
         str(step.tokens),
         *(number(v, ".2f") for v in (*generate, step.sync_s, step.train_s)),
         *(number(step.sync_phases.get(name), ".2f") for name in phases),

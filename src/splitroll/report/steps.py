@@ -27,7 +27,7 @@ class StepRecord:
         logprob_gap_max: its maximum, nats.
         samples: samples generated.
         tokens: tokens sampled.
-        split, shared, local: samples by their route.
+        split, shared, local, migrated: samples by their route.
         generate_s: wall time of generation.
         prefill_s, transfer_s, decode_s: the parts of generate_s that `attribute` found; what they
             leave of it is the queue. All 0 where the phases are not known.
@@ -49,6 +49,7 @@ class StepRecord:
     split: int = 0
     shared: int = 0
     local: int = 0
+    migrated: int = 0
     generate_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
