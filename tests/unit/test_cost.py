@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitroll.dispatch.cost import CostFit, StepCost, TransferFit, mean_cost
+from splitroll.dispatch.cost import CostFit, StepCost, TransferFit
 from splitroll.engines.protocol import StepStats
 
 TRUE = StepCost(step=0.02, sequence=0.0015, context=2e-6, token=3e-4, pair=2e-8)
@@ -175,11 +175,6 @@ def test_it_starts_with_what_it_is_told() -> None:
     assert fit.cost == TRUE
     fit.observe([decode(random.Random(3))])
     assert_alike(fit.cost, TRUE, 0.01)
-
-
-def test_the_cost_of_a_fleet_is_the_median_of_each_coefficient() -> None:
-    assert mean_cost([]) is None
-    assert mean_cost([TRUE, TRUE.scaled(100.0), TRUE.scaled(2.0)]) == TRUE.scaled(2.0)
 
 
 def test_chunks_of_a_prompt_cost_what_the_whole_does() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splitroll.engines.protocol import StepStats
@@ -67,14 +67,6 @@ class StepCost:
     def scaled(self, factor: float) -> StepCost:
         """Return the costs of an engine that is so many times slower."""
         return StepCost(*(getattr(self, name) * factor for name in self.__slots__))
-
-
-def mean_cost(costs: Iterable[StepCost]) -> StepCost | None:
-    """Return the median of each coefficient; None of no costs."""
-    found = list(costs)
-    if not found:
-        return None
-    return StepCost(*(statistics.median(getattr(c, k) for c in found) for k in StepCost.__slots__))
 
 
 class CostFit:
