@@ -190,10 +190,40 @@ def test_transfers_are_fitted_for_each_pair() -> None:
         num_bytes = tokens // 32 * BLOCK_BYTES
         made.observe_transfer(0, 1, tokens, 0.01 + 1e-9 * num_bytes)
         made.observe_transfer(0, 2, tokens, 0.04 + 8e-9 * num_bytes)
-    assert made.transfer_s(0, 1, 10**7) == pytest.approx(0.02, rel=0.1)
-    assert made.transfer_s(0, 2, 10**7) == pytest.approx(0.12, rel=0.1)
-    known = made.transfer_s(0, 1, 10**7), made.transfer_s(0, 2, 10**7)
-    assert known[0] < made.transfer_s(1, 2, 10**7) < known[1], "of all, where a pair is unknown"
+    _, work = asked(made, accept(made))
+
+    def seconds(coefficients: tuple[float, float]) -> float:
+        return coefficients[0] + coefficients[1] * 1e7
+
+    assert seconds(work.pairs[0, 1]) == pytest.approx(0.02, rel=0.1)
+    assert seconds(work.pairs[0, 2]) == pytest.approx(0.12, rel=0.1)
+    assert (1, 2) not in work.pairs, "that pair is unknown"
+    assert 0.02 < seconds(work.transfer) < 0.12, "of all"
+
+
+def test_pairs_that_are_no_longer_used_are_forgotten() -> None:
+    made = allocator(engines=70)
+    for prefill in range(70):
+        for decode in range(70):
+            made.observe_transfer(prefill, decode, 320, 0.01)
+    _, work = asked(made, accept(made))
+    assert len(work.pairs) == 4096
+    assert (0, 0) not in work.pairs
+    assert (69, 69) in work.pairs
+
+
+def test_waiting_work_is_priced_as_on_the_engines_that_serve() -> None:
+    made = allocator(engines=2)
+    made.books.set_cost(0, COST.scaled(9))
+    slow, _ = asked(made, accept(made, 1))
+    assert slow.waiting_s == 0.0
+    waits = accept(made, 2)
+    both, _ = asked(made, accept(made, 3))
+    made.withdraw(waits)
+    made.set_up(0, False)
+    waits = accept(made, 2)
+    one, _ = asked(made, accept(made, 3))
+    assert both.waiting_s == pytest.approx(5 * one.waiting_s, rel=0.01)
 
 
 def test_the_policy_is_told_the_constant_and_the_rate_of_a_transfer() -> None:

@@ -95,6 +95,10 @@ WORKS = st.builds(
     avoid=st.integers(0, 255),
     block_bytes=st.just(700_000),
     transfer=st.tuples(st.floats(0, 0.5), st.floats(0, 1e-7)),
+    pairs=st.dictionaries(
+        st.tuples(st.integers(0, 7), st.integers(0, 7)),
+        st.tuples(st.floats(0, 0.5), st.floats(0, 1e-7)),
+    ),
     spread=st.none() | st.integers(1, 4),
 )
 
@@ -382,6 +386,16 @@ def test_kv_stays_with_an_engine_a_little_busier_than_the_others() -> None:
     books.begin_prefill(2, 0.01, 10, 0.0)
     work = dataclasses.replace(WORK, prompt_tokens=1500, held_by=2, transfer=(0.2, 0.0))
     assert decide("adaptive", books, work).parts == (Part(2, 2, 1),)
+
+
+def test_kv_goes_over_the_quicker_of_two_links() -> None:
+    books = fleet([Role.PREFILL, Role.DECODE, Role.DECODE], elastic=False)
+    work = dataclasses.replace(WORK, prompt_tokens=1500, held_by=0, block_bytes=700_000)
+    slow, quick = (0.05, 1e-7), (0.01, 1e-9)
+    for near in (1, 2):
+        pairs = {(0, 3 - near): slow, (0, near): quick}
+        linked = dataclasses.replace(work, transfer=slow, pairs=pairs)
+        assert decide("adaptive", books, linked).parts == (Part(0, near, 1),)
 
 
 def test_a_busy_decode_engine_has_its_prompts_computed_elsewhere() -> None:

@@ -85,7 +85,7 @@ class Arena:
 
     @property
     def cost(self) -> StepCost:
-        return self.rollout.dispatcher.allocator.books.cost(0)
+        return self.rollout.dispatcher.allocator.books.typical_cost()
 
 
 @contextlib.asynccontextmanager

@@ -64,6 +64,7 @@ class Allocator:
         self._fits: list[CostFit] = []
         self._transfer = TransferFit()
         self._pairs: dict[tuple[int, int], TransferFit] = {}
+        self._pair_costs: dict[tuple[int, int], tuple[float, float]] = {}
         self._blocks: list[tuple[int, int]] = []
         self._waiting = _Waiting()
 
@@ -117,10 +118,15 @@ class Allocator:
         size, block_bytes = self._blocks[decode]
         num_bytes = -(-tokens // size) * block_bytes
         self._transfer.observe(num_bytes, seconds)
-        pair = self._pairs.setdefault((prefill, decode), TransferFit())
+        key = prefill, decode
+        pair = self._pairs.setdefault(key, TransferFit())
         pair.observe(num_bytes, seconds)
+        if pair.known:
+            self._pair_costs[key] = pair.coefficients
         while len(self._pairs) > _PAIRS_KEPT:
-            self._pairs.pop(next(iter(self._pairs)))
+            oldest = next(iter(self._pairs))
+            del self._pairs[oldest]
+            self._pair_costs.pop(oldest, None)
 
     # Work.
 
@@ -193,6 +199,7 @@ class Allocator:
             block_size=size,
             block_bytes=num_bytes,
             transfer=self._transfer.coefficients,
+            pairs=self._pair_costs,
             spread=self._spread,
         )
         snapshot = self.books.snapshot(now, self._waiting.prefill_s + self._waiting.decode_s)
@@ -205,7 +212,7 @@ class Allocator:
         """Return how long a piece takes on an idle engine, about."""
         if not self._blocks:
             return 0.0
-        cost = self.books.cost(0)
+        cost = self.books.typical_cost()
         step = cost.decode_step(piece.samples, piece.samples * piece.prompt_tokens)
         return piece.expected * step + cost.prefill(piece.prompt_tokens)
 
@@ -248,12 +255,6 @@ class Allocator:
         if blocks:
             self._prefixes.add(engine, blocks)
 
-    def transfer_s(self, prefill: int, decode: int, num_bytes: int) -> float:
-        """Return the estimate for moving KV between two engines."""
-        pair = self._pairs.get((prefill, decode))
-        fit = pair if pair is not None and pair.known else self._transfer
-        return fit.seconds(num_bytes)
-
     def _cached(self, engine: int, piece: Piece) -> int:
         size = self._blocks[0][0]
         most = (piece.prompt_tokens - 1) // size * size
@@ -266,7 +267,7 @@ class Allocator:
         if not self._blocks:
             return
         piece.waits = True
-        cost = self.books.cost(0)
+        cost = self.books.typical_cost()
         best = max((depth for _, depth in self._prefixes.depths(piece.blocks)), default=0)
         cached = min(best * self._blocks[0][0], piece.prompt_tokens - 1)
         piece.waiting_prefill_s = cost.prefill(piece.prompt_tokens - cached, cached)

@@ -164,6 +164,7 @@ class Books:
         self._tokens = np.zeros(0)
         self._seats = np.zeros(0)
         self._costs = np.zeros((5, 0))
+        self._typical: StepCost | None = None
         self._step_s = np.zeros(0)
         """Seconds of a step with what decodes there; `each`: what one sequence adds to it."""
         self._each_s = np.zeros(0)
@@ -207,6 +208,7 @@ class Books:
         if bool(self._up[engine]) == up:
             return
         self._up[engine] = up
+        self._typical = None
         roles = [a.role for a in self._accounts]
         prefills = np.array([role is not Role.DECODE for role in roles]) & self._up
         decodes = np.array([role is not Role.PREFILL for role in roles]) & self._up
@@ -232,6 +234,7 @@ class Books:
 
     def _put_cost(self, engine: int, cost: StepCost) -> None:
         self._costs[:, engine] = cost.step, cost.sequence, cost.context, cost.token, cost.pair
+        self._typical = None
         self._put_step(engine)
 
     def _put_step(self, engine: int) -> None:
@@ -244,6 +247,14 @@ class Books:
 
     def cost(self, engine: int) -> StepCost:
         return StepCost(*self._costs[:, engine].tolist())
+
+    def typical_cost(self) -> StepCost:
+        """Return the costs of work that no engine was given yet: the mean over those that serve,
+        over all while none does."""
+        if self._typical is None:
+            costs = self._costs[:, self._up] if self._up.any() else self._costs
+            self._typical = StepCost(*costs.mean(axis=1).tolist())
+        return self._typical
 
     # Work that is given out, and its ends.
 

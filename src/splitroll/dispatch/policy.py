@@ -14,7 +14,7 @@ prefixes where they are, no transfer for its own sake.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -54,7 +54,8 @@ class Work:
         held_by: engine with a handle to the whole prompt's KV; -1 for none.
         avoid: mask of engines to take only if there is no other.
         block_size, block_bytes: of the engines' KV.
-        transfer: (seconds, seconds per byte) of a handoff in this fleet.
+        transfer: (seconds, seconds per byte) of a handoff in this fleet; `pairs`: of one from an
+            engine to another, where any was seen.
         spread: how many decode engines may share the samples; None lets the policy choose.
     """
 
@@ -68,6 +69,7 @@ class Work:
     block_size: int = 32
     block_bytes: int = 0
     transfer: tuple[float, float] = (0.0, 0.0)
+    pairs: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     spread: int | None = None
 
 
@@ -291,9 +293,10 @@ class _Costs:
         step += snapshot.context_cost.item(engine) * context
         return joining, tokens, step * expected
 
-    def transfer(self, decode: int) -> float:
-        """Return the seconds of moving the prompt's KV to an engine, as far as it lacks it."""
-        constant, per_byte = self.work.transfer
+    def transfer(self, prefill: int, decode: int) -> float:
+        """Return the seconds of moving the prompt's KV from one engine to another, as far as that
+        one lacks it."""
+        constant, per_byte = self.work.pairs.get((prefill, decode), self.work.transfer)
         size = self.work.block_size
         blocks = -(-(self.work.prompt_tokens - self.cached.item(decode)) // size)
         return constant + per_byte * blocks * self.work.block_bytes
@@ -368,9 +371,10 @@ class _Chooser:
             if work.held_by < 0:
                 begins += snapshot.backlog_s.item(prefill)
             ends = snapshot.drain_s.item(prefill) + compute if compute else 0.0
-            for decode, transfer, drain, alone, more in there:
+            for decode, drain, alone, more in there:
                 if decode == prefill:
                     continue
+                transfer = costs.transfer(prefill, decode)
                 touched = max(drain, begins + transfer + alone, ends)
                 added = compute + transfer + more
                 finish, score = self._score(touched, added)
@@ -413,13 +417,12 @@ class _Chooser:
         finish, score = self._score(touched, added)
         return _Option(-1, engines, finish, touched, added, score)
 
-    def _arriving(self, decode: int) -> tuple[int, float, float, float, float]:
-        """Return an engine, with the seconds of moving the KV there, until it has done all that it
-        has then, of the samples from their arrival on, and that they add."""
+    def _arriving(self, decode: int) -> tuple[int, float, float, float]:
+        """Return an engine, with the seconds until it has done all that it has once the KV is
+        there, of the samples from their arrival on, and that they add."""
         joining, tokens, alone = self._costs.on(decode, self._work.samples)
         more = joining + tokens
-        transfer = self._costs.transfer(decode)
-        return decode, transfer, self._busy.item(decode) + more, joining + alone, more
+        return decode, self._busy.item(decode) + more, joining + alone, more
 
     def _spread(self, best: _Option, keys: Floats) -> _Option:
         """Return the best number of engines for a group's samples: more of them cost a prefill
