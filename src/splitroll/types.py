@@ -30,7 +30,8 @@ class RouteKind(enum.Enum):
     LOCAL = "local"
     """The engine that decoded it also computed its prompt's KV."""
     MIGRATED = "migrated"
-    """Between two segments it moved to another engine, and its KV with it."""
+    """It moved to another engine, and its KV with it: between two segments, or between two turns,
+    before the new part of its prompt was computed there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +164,8 @@ class Route:
     Attributes:
         decode: where it began to decode; `moved_to`: where it went on after a segment, in order.
         why: what the policy estimated when it chose: "policy"; "local_ms" and "handoff_ms", from
-            then until all known work is done, by the best route without and with a handoff.
+            then until all known work is done, by the best route without and with a handoff; and
+            "moved_ms", by one that moves what is cached elsewhere first.
     """
 
     kind: RouteKind

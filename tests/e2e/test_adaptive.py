@@ -111,6 +111,62 @@ async def test_a_move_brings_all_kv_along(split_rollout: Rollout) -> None:
     await assert_no_block_is_held(split_rollout)
 
 
+class Bringer:
+    """Turns of an episode go round all engines; what is cached goes along, if asked to."""
+
+    name = "bringer"
+    chooses_late = True
+
+    def __init__(self, *, brings: bool) -> None:
+        self.brings = brings
+        self.turn = -1
+
+    def decide(self, snapshot: Snapshot, work: Work) -> GroupRoute:
+        self.turn += 1
+        if not self.brings:
+            return GroupRoute((Part(0, 0, work.samples),), Why(self.name))
+        engines = len(snapshot.names)
+        part = Part(self.turn % engines, self.turn % engines, work.samples)
+        if self.turn:
+            tokens = max(tokens for _, tokens in work.cached)
+            part = replace(part, kv_from=(self.turn - 1) % engines, kv_tokens=tokens)
+        return GroupRoute((part,), Why(self.name))
+
+
+async def test_a_turn_takes_the_kv_of_those_before_along(split_rollout: Rollout) -> None:
+    sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    start, found, computed = fresh_prompt(100).token_ids, [], []
+    observations = [fresh_prompt(30 + i).token_ids for i in range(4)]
+    for brings in (False, True):
+        runner = split_rollout.another_dispatcher("dispatch.policy=adaptive")
+        runner.allocator.policy = Bringer(brings=brings)
+        tokens = start
+        for engine in split_rollout.fleet.ready():
+            await engine.reset_prefix_cache()
+        before = await split_rollout.fleet.counters()
+        samples = []
+        for turn, observation in enumerate(observations):
+            work = GroupWork(Prompt(f"t{turn}", tokens), 1, sampling, seed=1, episode_id="e")
+            samples.append((await runner.run(work)).samples[0])
+            tokens += samples[-1].token_ids + observation
+        await asyncio.sleep(0.2)
+        after = await split_rollout.fleet.counters()
+        computed.append(sum((after[name] - before[name]).computed_tokens for name in after))
+        found.append(samples)
+        if brings:
+            assert {s.route.kind for s in samples[1:]} == {RouteKind.MIGRATED}
+            assert all(s.timing.transfer_s > 0 for s in samples[1:])
+            assert runner.stats.moves == runner.stats.handoffs == 3
+            assert runner.stats.recomputed_tokens == 0
+        assert runner.load == {}
+        await assert_no_block_is_held(split_rollout)
+    for there, here in zip(*found, strict=True):
+        assert there.token_ids == here.token_ids
+        assert there.logprobs == pytest.approx(here.logprobs, abs=1e-4)
+    # Each move costs its one token, and what a block's remainder takes at most.
+    assert computed[1] <= computed[0] + 3 * 33
+
+
 async def test_samples_say_why_they_went_where(split_rollout: Rollout) -> None:
     adaptive = split_rollout.another_dispatcher("dispatch.policy=adaptive")
     works = [

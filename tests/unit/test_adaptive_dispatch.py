@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -219,3 +220,84 @@ def test_nothing_is_lost_or_invented_whatever_happens_to_segments(
             await assert_idle(system)
 
     asyncio.run(scenario())
+
+
+class Bringer:
+    """Turns of an episode go round all engines, and what is cached goes along."""
+
+    name = "bringer"
+    chooses_late = True
+
+    def __init__(self, *, brings: bool = True) -> None:
+        self.brings = brings
+        self.on_bring: Callable[[], None] = lambda: None
+        self.at = -1
+
+    def decide(self, snapshot: Snapshot, work: Work) -> GroupRoute:
+        before, self.at = self.at, (self.at + 1) % len(snapshot.names)
+        part = Part(self.at, self.at, work.samples)
+        if self.brings and work.cached:
+            most = min(max(tokens for _, tokens in work.cached), work.prompt_tokens - 1)
+            whole = most // work.block_size * work.block_size
+            part = replace(part, kv_from=before, kv_tokens=whole)
+            self.on_bring()
+        return GroupRoute((part,), Why(self.name))
+
+
+async def converse(system: SimulatedSystem, turns: int = 4) -> list[Group]:
+    """Run an episode whose observations are 20 tokens long."""
+    groups, tokens = [], tuple(range(100, 170))
+    for turn in range(turns):
+        sampling = SamplingParams(max_tokens=24, ignore_eos=True)
+        one = GroupWork(Prompt(f"t{turn}", tokens), 2, sampling, seed=turn, episode_id="e")
+        groups.append(await system.dispatcher.run(one))
+        tokens += groups[-1].samples[0].token_ids + tuple(range(300 + turn, 320 + turn))
+    return groups
+
+
+async def test_a_turn_takes_what_is_cached_along() -> None:
+    found, computed = [], []
+    for brings in (False, True):
+        async with simulated(*ADAPTIVE) as system:
+            system.dispatcher.allocator.policy = Bringer(brings=brings)
+            before = await system.fleet.counters()
+            groups = await converse(system)
+            after = await system.fleet.counters()
+            computed.append(sum((after[n] - before[n]).computed_tokens for n in after))
+            found.append([[s.token_ids for s in group.samples] for group in groups])
+            kinds = {s.route.kind for group in groups[1:] for s in group.samples}
+            assert kinds == ({RouteKind.MIGRATED} if brings else {RouteKind.LOCAL})
+            assert system.dispatcher.stats.moves == (6 if brings else 0)
+            assert system.dispatcher.stats.recomputed_tokens == 0
+            if brings:
+                last = groups[-1].samples[0]
+                assert (last.route.prefill, last.route.decode) == ("decode-1", "prefill-0")
+                assert last.timing.transfer_s > 0
+            await assert_idle(system)
+    assert found[0] == found[1]
+    # Without, the second and third turn compute again what others have. A move takes a token.
+    assert computed[1] <= computed[0] - (96 + 128) + 3
+
+
+@pytest.mark.parametrize("fault", ["fail_prefills", "fail_kv_loads", "kill"])
+async def test_a_turn_goes_on_without_the_kv_that_did_not_come(fault: str) -> None:
+    async with simulated(*ADAPTIVE) as system:
+        system.dispatcher.allocator.policy = Bringer(brings=False)
+        expected = [[s.token_ids for s in group.samples] for group in await converse(system)]
+    async with simulated(*ADAPTIVE, "limits.max_restarts=20") as system:
+        policy = system.dispatcher.allocator.policy = Bringer()
+
+        def break_engines() -> None:
+            if policy.at != 1:
+                return
+            if fault == "kill":
+                system.launcher.engines["prefill-0"].kill()
+                return
+            for faults in system.launcher.faults.values():
+                setattr(faults, fault, 1)
+
+        policy.on_bring = break_engines
+        groups = await asyncio.wait_for(converse(system), 20)
+        assert [[s.token_ids for s in group.samples] for group in groups] == expected
+        assert {s.route.kind for s in groups[1].samples} == {RouteKind.LOCAL}
+        await assert_idle(system)

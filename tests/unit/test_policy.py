@@ -398,6 +398,48 @@ def test_kv_goes_over_the_quicker_of_two_links() -> None:
         assert decide("adaptive", books, linked).parts == (Part(0, near, 1),)
 
 
+TURN = dataclasses.replace(
+    WORK, prompt_tokens=3000, cached=[(1, 2880)], transfer=CHEAP, block_bytes=700_000
+)
+"""The next turn of an episode whose KV engine 0 has."""
+DEAR = StepCost(step=0.02, sequence=0.001, context=0.0, token=1e-3, pair=0.0)
+
+
+def busy_holder(busy_s: float) -> Books:
+    books = fleet([Role.BOTH] * 2)
+    for engine in range(2):
+        books.set_cost(engine, DEAR)
+    if busy_s:
+        books.begin_decode(0, 500, busy_s / DEAR.step, 10_000, 0.0)
+    return books
+
+
+def test_a_turn_stays_with_its_kv_takes_it_along_or_leaves_it() -> None:
+    stays = decide("adaptive", busy_holder(0.0), TURN)
+    assert stays.parts == (Part(0, 0, 1),)
+    along = decide("adaptive", busy_holder(100.0), TURN)
+    assert along.parts == (Part(1, 1, 1, kv_from=0, kv_tokens=2880),)
+    assert along.why.moved is not None
+    assert along.why.local is not None
+    assert along.why.finish == along.why.moved < along.why.local
+    slow = dataclasses.replace(TURN, transfer=(10.0, 0.0))
+    assert decide("adaptive", busy_holder(100.0), slow).parts == (Part(1, 1, 1),)
+
+
+def test_kv_is_not_moved_where_it_would_drop_other_kv() -> None:
+    for room, moves in ((2000 // 32, False), (3200 // 32, True)):
+        tight = dataclasses.replace(TURN, room=[0, room])
+        route = decide("adaptive", busy_holder(100.0), tight)
+        assert (route.parts[0].kv_from == 0) is moves
+
+
+def test_other_policies_move_no_cached_kv() -> None:
+    for policy in POLICIES:
+        if policy != "adaptive":
+            route = decide(policy, busy_holder(100.0), TURN)
+            assert all(part.kv_from < 0 for part in route.parts)
+
+
 def test_a_busy_decode_engine_has_its_prompts_computed_elsewhere() -> None:
     books = fleet([Role.PREFILL, Role.DECODE], elastic=False)
     books.begin_prefill(1, 2.0, 100, 0.0)

@@ -194,6 +194,7 @@ class Allocator:
             expected=piece.expected,
             max_tokens=piece.max_tokens,
             cached=cached,
+            room=self._prefixes.room,
             held_by=held_by,
             avoid=avoid,
             block_size=size,
@@ -237,6 +238,10 @@ class Allocator:
     def note_prompt(self, engine: int, piece: Piece) -> None:
         """Note that a piece's prompt is in an engine's cache, or about to be."""
         self._prefixes.add(engine, piece.blocks)
+
+    def note_moved(self, engine: int, piece: Piece, tokens: int) -> None:
+        """Note that the KV of a prompt's first tokens is on its way to an engine."""
+        self._prefixes.add(engine, piece.blocks[: tokens // self.block_size])
 
     def end_decode(self, ticket: DecodeTicket, piece: Piece, now: float) -> None:
         """Take a sample off, however it ended."""

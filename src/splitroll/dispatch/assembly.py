@@ -65,6 +65,8 @@ class Leg:
         prefill: engine that computed the KV; `prefill_s`: what that leg took.
         started_s: when the work for it began, `accepted_s` when the group was accepted.
         leader_waited_s: of a sibling, how long its leader waited for the KV.
+        moved_s: what moving the cached part of its prompt took, before the rest was computed where
+            it decodes; None if nothing was.
     """
 
     kind: RouteKind
@@ -76,6 +78,7 @@ class Leg:
     leader_waited_s: float
     weight_version: int
     why: Mapping[str, Any]
+    moved_s: float | None = None
 
 
 _AFTER_BLOCK = 2
@@ -142,8 +145,10 @@ def assemble(
     """Return a sample as it is after an engine's output, `begun` included."""
     waited_s = output.wait_s + leg.leader_waited_s
     queued_s = leg.started_s - leg.accepted_s
-    if leg.kind is RouteKind.LOCAL:
-        timing = Timing(queued_s + waited_s, output.prefill_s, 0.0, output.decode_s)
+    if leg.kind is RouteKind.LOCAL or leg.moved_s is not None:
+        moved_s = leg.moved_s or 0.0
+        queued_s += waited_s - moved_s
+        timing = Timing(queued_s, output.prefill_s, moved_s, output.decode_s)
     else:
         decode_s = output.prefill_s + output.decode_s
         timing = Timing(queued_s, leg.prefill_s, waited_s, decode_s)

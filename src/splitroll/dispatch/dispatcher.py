@@ -59,7 +59,7 @@ from splitroll.errors import (
 from splitroll.fleet.fleet import Fleet
 from splitroll.handoff.handle import KvHandle
 from splitroll.handoff.legs import DecodeResult, Handoff
-from splitroll.types import Group, Prompt, Role, RouteKind, Sample
+from splitroll.types import Group, Prompt, Role, RouteKind, Sample, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -276,6 +276,8 @@ class Dispatcher:
             for part, indices in share(fresh, route.parts):
                 # All load counts from now, before any task has begun.
                 now = self._clock()
+                if part.kv_from >= 0:
+                    self.allocator.note_moved(part.decode, progress.piece, part.kv_tokens)
                 ticket = self.allocator.begin_prefill(part.prefill, progress.piece, now)
                 self.allocator.note_prompt(part.decode, progress.piece)
                 places = self._places(progress.piece, part.decode, indices)
@@ -297,6 +299,9 @@ class Dispatcher:
     ) -> None:
         """Take one part of a route to its end."""
         started_s = self._clock()
+        if part.kv_from >= 0:
+            await self._bring(part, ticket, places, progress, why)
+            return
         if part.is_local:
             source = Source(None, RouteKind.LOCAL, started_s, why, ticket=ticket)
             await self._decode(places, source, progress)
@@ -307,7 +312,7 @@ class Dispatcher:
             return
         with self.barrier.crossing(progress) as crossing:
             try:
-                handle = await self._prefill(prefill, progress)
+                handle = await self._prefill(prefill, progress, progress.work.prompt.token_ids)
             finally:
                 self.allocator.books.end_prefill(ticket, self._clock())
             if handle is None:
@@ -318,6 +323,51 @@ class Dispatcher:
             await self._hand_over(
                 handle, places, RouteKind.SPLIT, started_s, why, progress, crossing
             )
+
+    async def _bring(
+        self,
+        part: Part,
+        ticket: PrefillTicket,
+        places: Places,
+        progress: Progress,
+        why: Mapping[str, Any],
+    ) -> None:
+        """Move the KV of what is cached of a prompt to the engine that decodes, and go on there,
+        with it or, if it did not come, without."""
+        begun_s = self._clock()
+        with self.barrier.crossing(progress) as crossing:
+            came = await self._move_prefix(part, progress)
+            self.barrier.arrived(crossing)
+            moved = None
+            if came:
+                self.stats.moves += len(places.indices)
+                moved = self.allocator.books.name(part.kv_from), self._clock() - begun_s
+            else:
+                ticket.cached = 0
+            kind = RouteKind.MIGRATED if came else RouteKind.LOCAL
+            source = Source(None, kind, self._clock(), why, ticket=ticket, moved=moved)
+            await self._decode(places, source, progress)
+
+    async def _move_prefix(self, part: Part, progress: Progress) -> bool:
+        """Move a prompt's first tokens to another engine's cache; False if they did not come.
+
+        vLLM's pull loads whole prompts. So they are a prompt of their own here, with the next
+        token, which makes all blocks before it full ones.
+        """
+        token_ids = progress.work.prompt.token_ids[: part.kv_tokens + 1]
+        holder, engine = self._engine(part.kv_from), self._engine(part.decode)
+        if holder is None or engine is None:
+            return False
+        handle = await self._prefill(holder, progress, token_ids)
+        if handle is None:
+            return False
+        request = DecodeRequest(self._new_id(), token_ids, SamplingParams(max_tokens=1), seed=0)
+        version = self._fleet.weight_version
+        result = await self._handoff.decode(engine, handle, [request], weight_version=version)
+        source = Source(handle, RouteKind.MIGRATED, self._clock(), {})
+        self._note_result(result, source, engine, progress)
+        self._learn(result, source, None, part.decode, request.request_id, {0: request})
+        return result.handed_off
 
     def _take_off(self, ticket: PrefillTicket, places: Places, task: object) -> None:
         """Take off all load of a part that it has not taken off itself."""
@@ -440,9 +490,10 @@ class Dispatcher:
         progress.causes.append(f"no engine came back within {limit_s:g} s")
         return False
 
-    async def _prefill(self, engine: Engine, progress: Progress) -> KvHandle | None:
+    async def _prefill(
+        self, engine: Engine, progress: Progress, token_ids: tuple[int, ...]
+    ) -> KvHandle | None:
         """Run a prefill leg; None when it failed, which is noted."""
-        token_ids = progress.work.prompt.token_ids
         name, blocks = engine.info.name, math.ceil(len(token_ids) / engine.info.block_size)
         budget = self._kv_budget(engine)
         await budget.acquire(blocks)
@@ -527,14 +578,19 @@ class Dispatcher:
         if request.request_id != leader and handle is not None:
             kind = RouteKind.SHARED
             waited_s = result.waited_s.get(leader, 0.0)
+        prefill = name if handle is None else handle.prefill_engine
+        moved_s = None
+        if source.moved is not None:
+            prefill, moved_s = source.moved
         return Leg(
             kind=kind,
-            prefill=name if handle is None else handle.prefill_engine,
+            prefill=prefill,
             decode=name,
             prefill_s=0.0 if handle is None else handle.elapsed_s,
             started_s=source.started_s,
             accepted_s=progress.accepted_s,
             leader_waited_s=waited_s,
+            moved_s=moved_s,
             weight_version=progress.weight_version,
             why=source.why,
         )
@@ -654,12 +710,11 @@ class Dispatcher:
         """Return the estimates behind a route, and add them to the ledger."""
         why = route.why
         told: dict[str, Any] = {"policy": why.policy}
-        if why.local is not None:
-            told["local_ms"] = round(1000 * why.local, 1)
-        if why.handoff is not None:
-            told["handoff_ms"] = round(1000 * why.handoff, 1)
-        if why.local is not None and why.handoff is not None and not route.parts[0].is_local:
-            self.stats.saved_s += why.local - why.handoff
+        for name in ("local", "handoff", "moved"):
+            if (estimate := getattr(why, name)) is not None:
+                told[f"{name}_ms"] = round(1000 * estimate, 1)
+        if why.local is not None and why.finish is not None:
+            self.stats.saved_s += why.local - why.finish
         return told
 
     def _track_weights(self) -> None:

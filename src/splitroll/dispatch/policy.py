@@ -51,6 +51,8 @@ class Work:
         samples: how many share that prompt.
         expected: tokens that each is expected to generate; `max_tokens`: at most.
         cached: (mask of engines, tokens) of prompt prefixes that engines hold.
+        room: by engine, blocks of KV that its cache can take before it drops others; empty if
+            unknown.
         held_by: engine with a handle to the whole prompt's KV; -1 for none.
         avoid: mask of engines to take only if there is no other.
         block_size, block_bytes: of the engines' KV.
@@ -64,6 +66,7 @@ class Work:
     expected: float
     max_tokens: int
     cached: Sequence[tuple[int, int]] = ()
+    room: Sequence[int] = ()
     held_by: int = -1
     avoid: int = 0
     block_size: int = 32
@@ -79,11 +82,15 @@ class Part:
 
     Attributes:
         prefill: the engine that computes the prompt's KV; `decode` itself without a handoff.
+        kv_from: engine whose KV of the prompt's first `kv_tokens` tokens, all in full blocks, is
+            moved to `decode` before that computes the rest; -1 for none.
     """
 
     prefill: int
     decode: int
     samples: int
+    kv_from: int = -1
+    kv_tokens: int = 0
 
     @property
     def is_local(self) -> bool:
@@ -95,15 +102,18 @@ class Why:
     """Estimates behind a route, in seconds from now until all known work is done.
 
     Attributes:
-        local: the best route without a handoff; `handoff`: the best with one; None where there is
-            none, or where the policy does not estimate.
+        finish: the route taken; `local`: the best one without moving KV; `handoff`: the best with
+            a prefill elsewhere; `moved`: the best that moves what is cached and computes the rest;
+            None where there is none, or where the policy does not estimate.
         added: engine-seconds that the route adds; `added_local`: that the best local one would.
             The steps that a decode engine makes anyhow are in neither.
     """
 
     policy: str
+    finish: float | None = None
     local: float | None = None
     handoff: float | None = None
+    moved: float | None = None
     added: float = 0.0
     added_local: float = 0.0
 
@@ -193,7 +203,7 @@ class Colocated:
         if not candidates.size:
             return None
         chooser = _Chooser(snapshot, work, candidates, candidates)
-        return chooser.route(self.name, chooser.local(), None)
+        return chooser.route(self.name, chooser.local())
 
 
 class Adaptive:
@@ -208,7 +218,7 @@ class Adaptive:
             return None
         prefills = _numbers(snapshot.prefills, work.avoid)
         chooser = _Chooser(snapshot, work, prefills, decodes)
-        return chooser.route(self.name, chooser.local(), chooser.handoff())
+        return chooser.route(self.name, chooser.local(), chooser.handoff(), chooser.moved())
 
 
 POLICIES: dict[str, type[Policy]] = {
@@ -218,18 +228,27 @@ POLICIES: dict[str, type[Policy]] = {
 
 @dataclass(slots=True, eq=False)
 class _Option:
-    """A route with its estimates, in seconds; see `Why`. `prefill` is -1 without a handoff."""
+    """A route with its estimates, in seconds; see `Why` and `Part`. `prefill` is -1 without a
+    handoff."""
 
     prefill: int
-    decodes: Sequence[int]
+    decodes: tuple[int, ...]
     finish: float
     touched: float
     added: float
     score: float
+    kv_from: int = -1
+    kv_tokens: int = 0
 
     def parts(self, samples: int) -> tuple[Part, ...]:
         return tuple(
-            Part(decode if self.prefill < 0 else self.prefill, decode, share)
+            Part(
+                decode if self.prefill < 0 else self.prefill,
+                decode,
+                share,
+                self.kv_from,
+                self.kv_tokens,
+            )
             for decode, share in zip(self.decodes, _shares(samples, len(self.decodes)), strict=True)
         )
 
@@ -293,12 +312,11 @@ class _Costs:
         step += snapshot.context_cost.item(engine) * context
         return joining, tokens, step * expected
 
-    def transfer(self, prefill: int, decode: int) -> float:
-        """Return the seconds of moving the prompt's KV from one engine to another, as far as that
-        one lacks it."""
+    def transfer(self, prefill: int, decode: int, tokens: int) -> float:
+        """Return the seconds of moving the KV of the prompt's first tokens from one engine to
+        another, as far as that one lacks it."""
         constant, per_byte = self.work.pairs.get((prefill, decode), self.work.transfer)
-        size = self.work.block_size
-        blocks = -(-(self.work.prompt_tokens - self.cached.item(decode)) // size)
+        blocks = -(-(tokens - self.cached.item(decode)) // self.work.block_size)
         return constant + per_byte * blocks * self.work.block_bytes
 
 
@@ -334,11 +352,13 @@ class _Chooser:
         best = self._local_on((self._decodes.item(at),))
         return self._spread(best, keys)
 
-    def _margin(self, local: _Option, handoff: _Option) -> float:
-        """Return by how much a handoff must be better than no handoff."""
-        if not self._snapshot.decodes[handoff.prefill]:
+    def _margin(self, local: _Option, other: _Option) -> float:
+        """Return by how much a route that moves KV must be better than one that does not."""
+        if other.kv_from < 0 and not self._snapshot.decodes[other.prefill]:
             return 0.0  # it is what that engine is for
-        busy = max(self._snapshot.drain_s.item(decode) for decode in handoff.decodes)
+        if other.kv_from >= 0 and other.decodes == local.decodes:
+            return 0.0  # the work leaves its KV either way
+        busy = max(self._snapshot.drain_s.item(decode) for decode in other.decodes)
         return max(_HANDOFF_MARGIN * local.added, _NOISE * busy)
 
     def _with_room(self, best: int, keys: Floats) -> int:
@@ -374,7 +394,7 @@ class _Chooser:
             for decode, drain, alone, more in there:
                 if decode == prefill:
                     continue
-                transfer = costs.transfer(prefill, decode)
+                transfer = costs.transfer(prefill, decode, work.prompt_tokens)
                 touched = max(drain, begins + transfer + alone, ends)
                 added = compute + transfer + more
                 finish, score = self._score(touched, added)
@@ -382,22 +402,68 @@ class _Chooser:
                     best = _Option(prefill, (decode,), finish, touched, added, score)
         return best
 
+    def moved(self) -> _Option | None:
+        """Return the best route that moves the KV of what is cached from the engine that has most
+        of it, and computes the rest where it decodes."""
+        snapshot, costs, work = self._snapshot, self._costs, self._work
+        if (
+            not work.cached
+            or work.held_by >= 0
+            or not self._decodes.size
+            or not self._prefills.size
+        ):
+            return None
+        holders = costs.cached.take(self._prefills)
+        tokens = int(holders.max())
+        if tokens < work.block_size:
+            return None
+        holders = self._prefills[holders == tokens]
+        holder = holders.item(int(snapshot.drain_s.take(holders).argmin()))
+        # It computes one token more, and so hands out all of the blocks.
+        step = snapshot.step.item(holder)
+        step += snapshot.sequence.item(holder) * snapshot.sequences.item(holder)
+        begins = snapshot.backlog_s.item(holder) + step
+        best: _Option | None = None
+        for decode in sorted(_least(self._done, self._decodes)):
+            if decode == holder or costs.cached.item(decode) >= tokens:
+                continue
+            if work.room and work.room[decode] * work.block_size < work.prompt_tokens:
+                continue  # it would drop what others need
+            transfer = costs.transfer(holder, decode, tokens + 1)
+            new = work.prompt_tokens - tokens
+            rest = snapshot.token.item(decode) * new
+            rest += snapshot.pair.item(decode) * new * (tokens + new / 2)
+            joining, own, alone = costs.on(decode, work.samples)
+            own += rest + joining
+            arrives = max(begins + transfer, snapshot.backlog_s.item(decode))
+            touched = max(self._busy.item(decode) + own, arrives + rest + joining + alone)
+            added = transfer + own
+            finish, score = self._score(touched, added)
+            if best is None or score < best.score:
+                best = _Option(-1, (decode,), finish, touched, added, score, holder, tokens)
+        return best
+
     def route(
-        self, policy: str, local: _Option | None, handoff: _Option | None
+        self, policy: str, local: _Option | None, *others: _Option | None
     ) -> GroupRoute | None:
-        chosen = local or handoff
+        """Return the best of the options, of those that move KV only what is better by a margin."""
+        chosen = local
+        for other in others:
+            if other is None:
+                continue
+            if local is not None and other.score >= local.score - self._margin(local, other):
+                continue
+            if chosen is None or other.score < chosen.score:
+                chosen = other
         if chosen is None:
             return None
-        if (
-            local is not None
-            and handoff is not None
-            and handoff.score < local.score - self._margin(local, handoff)
-        ):
-            chosen = handoff
+        handoff, moved = (*others, None, None)[:2]
         why = Why(
             policy,
+            finish=chosen.finish,
             local=local.finish if local else None,
             handoff=handoff.finish if handoff else None,
+            moved=moved.finish if moved else None,
             added=chosen.added,
             added_local=local.added if local else chosen.added,
         )
@@ -415,7 +481,7 @@ class _Chooser:
             touched = max(touched, drain, own + alone)
             added += more
         finish, score = self._score(touched, added)
-        return _Option(-1, engines, finish, touched, added, score)
+        return _Option(-1, tuple(engines), finish, touched, added, score)
 
     def _arriving(self, decode: int) -> tuple[int, float, float, float]:
         """Return an engine, with the seconds until it has done all that it has once the KV is

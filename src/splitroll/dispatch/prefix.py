@@ -29,9 +29,14 @@ def block_hashes(
 
 
 class PrefixIndex:
-    """Engines are numbered from 0; sets of them are bit masks."""
+    """Engines are numbered from 0; sets of them are bit masks.
+
+    Attributes:
+        room: blocks that each engine can take before it drops any that it is believed to keep.
+    """
 
     def __init__(self) -> None:
+        self.room: list[int] = []
         self._holders: defaultdict[BlockHash, int] = defaultdict(int)
         self._held: dict[int, OrderedDict[BlockHash, None]] = {}
         self._capacity: dict[int, int] = {}
@@ -39,16 +44,18 @@ class PrefixIndex:
         """Blocks that each engine is believed to keep, of its capacity at most."""
 
     def join(self, engine: int, capacity_blocks: int) -> None:
-        """Note an engine with an empty cache."""
-        self.forget(engine)
+        """Note an engine with an empty cache; they join in the order of their numbers."""
+        self.room.append(0)
         self._capacity[engine] = capacity_blocks
         self._kept[engine] = float(capacity_blocks)
+        self.forget(engine)
 
     def forget(self, engine: int) -> None:
         """Note that an engine's cache is empty: it restarted, or its weights changed."""
         for block in self._held.pop(engine, ()):
             self._drop_holder(block, engine)
         self._held[engine] = OrderedDict()
+        self._evict(engine)
 
     def add(self, engine: int, blocks: Sequence[BlockHash]) -> None:
         """Note that an engine holds these blocks, or is about to."""
@@ -70,12 +77,14 @@ class PrefixIndex:
             self._evict(engine)
         elif expected:
             self._kept[engine] = min(self._capacity[engine], _GROW * self._kept[engine])
+            self._evict(engine)
 
     def _evict(self, engine: int) -> None:
-        held = self._held[engine]
-        while len(held) > self._kept[engine]:
+        held, kept = self._held[engine], self._kept[engine]
+        while len(held) > kept:
             block, _ = held.popitem(last=False)
             self._drop_holder(block, engine)
+        self.room[engine] = int(kept) - len(held)
 
     def depths(self, blocks: Sequence[BlockHash]) -> list[tuple[int, int]]:
         """Return (mask of engines, leading blocks that exactly these hold), deepest last; engines

@@ -24,7 +24,7 @@ class DispatchStats:
 
     Attributes:
         routes: samples by the route that completed them; see `RouteKind`.
-        moves: of samples to another engine, between two segments.
+        moves: of samples to another engine with their KV: between two segments or two turns.
         saved_s: estimated seconds by which the chosen routes were to end sooner than the best ones
             without a handoff; negative where a policy hands off in spite of them.
     """
@@ -121,6 +121,7 @@ class Source:
         handle: None computes the prompt on the decode engine, as far as it is not in its cache.
         kind: of the samples' routes; siblings of a leader are shared.
         ticket: the load of computing the prompt, where it was counted before.
+        moved: (engine that its cached part was moved from before, seconds that this took).
     """
 
     handle: KvHandle | None
@@ -129,6 +130,7 @@ class Source:
     why: Mapping[str, Any]
     crossing: Crossing | None = None
     ticket: PrefillTicket | None = None
+    moved: tuple[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

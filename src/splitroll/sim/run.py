@@ -64,7 +64,8 @@ class SimResult:
         best_token_s: of one token at the best; `decoded_tokens`: those of decode steps.
         ended: how often each sample has.
         latencies: when each sample ended.
-        routes: samples by "split", "shared", "local"; "migrated" counts moves.
+        routes: samples by "split", "shared", "local"; "migrated" counts moves between segments,
+            "brought" turns whose KV was moved first.
         spent: what each engine was busy with.
         decision_s: real seconds of each decision.
         left: load that the books still hold.
@@ -373,7 +374,9 @@ class _Step:
         samples = iter(group.samples)
         for part in parts:
             mine = list(itertools.islice(samples, part.samples))
-            if part.is_local:
+            if part.kv_from >= 0:
+                self._bring(part, mine, now)
+            elif part.is_local:
                 self._decode(part.decode, mine, now)
             else:
                 self._prefill(part, mine, now, alone=len(parts) == 1)
@@ -396,6 +399,30 @@ class _Step:
 
         job = Job(piece.prompt_tokens, piece.blocks, 0, on_prompt=prefilled)
         self._sim.engines[part.prefill].send([job], now)
+
+    def _bring(self, part: Part, samples: Sequence[_Sample], now: float) -> None:
+        """Move the KV of what is cached of a prompt to the engine that goes on with it."""
+        allocator, piece, tokens = self._allocator, samples[0].piece, part.kv_tokens + 1
+        blocks = piece.blocks[: part.kv_tokens // self._model.block_size]
+        allocator.note_moved(part.decode, piece, part.kv_tokens)
+        ticket = allocator.begin_prefill(part.decode, piece, now)
+        held = [allocator.begin_decode(part.decode, piece, now) for _ in samples]
+        self._result.routes["brought"] += len(samples)
+
+        def handed_out(now: float) -> None:
+            seconds = self._sim.transfer_s(part.kv_from, part.decode, tokens)
+            load = Job(tokens, blocks, 1, on_end=arrived)
+            load.pulled = tokens
+            self._sim.engines[part.decode].send([load], now, seconds)
+
+        def arrived(now: float) -> None:
+            allocator.books.end_prefill(ticket, now)
+            for one in held:
+                allocator.end_decode(one, piece, now)
+            self._decode(part.decode, samples, now)
+
+        job = Job(tokens, blocks, 0, on_prompt=handed_out)
+        self._sim.engines[part.kv_from].send([job], now)
 
     def _hand_over(self, prefill: int, decode: int, samples: Sequence[_Sample], now: float) -> None:
         if prefill == decode:
