@@ -71,6 +71,9 @@ def _enter_cluster(config: Config) -> None:
     local = config.ray.address is None
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False}
     if local:
+        # Ray's workers would run at a niceness of 15: whatever else runs here would take turns from
+        # the engines.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         options.update(
             address="local",
             include_dashboard=False,

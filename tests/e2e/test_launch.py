@@ -102,6 +102,12 @@ async def test_three_idle_engines_use_little_cpu(split_rollout: Rollout) -> None
     assert share < 0.15, f"{share:.1%} of a core"
 
 
+def test_engines_run_at_our_own_priority(split_rollout: Rollout) -> None:
+    pids = [pid for engine in split_rollout.fleet.ready() for pid in engine.info.pids]
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {ours}
+
+
 def test_engines_listen_on_loopback_only(split_rollout: Rollout) -> None:
     """NIXL's side channel and UCX's own listeners; Ray's are Ray's."""
     cores = [engine.info.pids[1] for engine in split_rollout.fleet.ready()]
