@@ -399,7 +399,12 @@ def test_kv_goes_over_the_quicker_of_two_links() -> None:
 
 
 TURN = dataclasses.replace(
-    WORK, prompt_tokens=3000, cached=[(1, 2880)], transfer=CHEAP, block_bytes=700_000
+    WORK,
+    prompt_tokens=3000,
+    cached=[(1, 2880)],
+    room=[1000, 1000],
+    transfer=CHEAP,
+    block_bytes=700_000,
 )
 """The next turn of an episode whose KV engine 0 has."""
 DEAR = StepCost(step=0.02, sequence=0.001, context=0.0, token=1e-3, pair=0.0)
@@ -426,9 +431,9 @@ def test_a_turn_stays_with_its_kv_takes_it_along_or_leaves_it() -> None:
     assert decide("adaptive", busy_holder(100.0), slow).parts == (Part(1, 1, 1),)
 
 
-def test_kv_is_not_moved_where_it_would_drop_other_kv() -> None:
-    for room, moves in ((2000 // 32, False), (3200 // 32, True)):
-        tight = dataclasses.replace(TURN, room=[0, room])
+def test_kv_is_not_moved_where_it_would_drop_other_kv_or_others_count_on_it() -> None:
+    for room, moves in (([0, 2000 // 32], False), ([0, 3200 // 32], True), (None, False)):
+        tight = dataclasses.replace(TURN, room=room)
         route = decide("adaptive", busy_holder(100.0), tight)
         assert (route.parts[0].kv_from == 0) is moves
 

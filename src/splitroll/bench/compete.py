@@ -131,6 +131,10 @@ async def _ours(arena: Arena, policy: str) -> Runner:
 
     async def run(load: Load, seed: int) -> Ran:
         nonlocal probe
+        # As after the weight update between two steps.
+        for engine in rollout.fleet.ready():
+            await engine.reset_prefix_cache()
+        dispatcher.allocator.forget_prefixes()
         async with observed(rollout.fleet, dispatcher.allocator, probe=probe, tap=tap):
             probe = False
             return await run_load(dispatcher, load, seed)

@@ -26,6 +26,7 @@ class Piece:
         prompt: tells prompts apart, for expected lengths.
         blocks: hashes of the prompt's full blocks.
         age: tokens that its samples have generated before; part of `prompt_tokens`.
+        is_turn: it is a turn of an episode, whose KV is nobody else's.
     """
 
     prompt: Hashable
@@ -34,6 +35,7 @@ class Piece:
     samples: int
     max_tokens: int
     age: int = 0
+    is_turn: bool = False
     waits: bool = False
     waiting_prefill_s: float = 0.0
     waiting_decode_s: float = 0.0
@@ -138,12 +140,13 @@ class Allocator:
         max_tokens: int,
         *,
         age: int = 0,
+        is_turn: bool = False,
         blocks: tuple[BlockHash, ...] | None = None,
     ) -> Piece:
         """Note a piece of work that waits to be given out."""
         if blocks is None:
             blocks = block_hashes(token_ids, self._blocks[0][0]) if self._blocks else ()
-        piece = Piece(prompt, blocks, len(token_ids), samples, max_tokens, age)
+        piece = Piece(prompt, blocks, len(token_ids), samples, max_tokens, age, is_turn)
         piece.expected = self.lengths.expected(prompt, max_tokens + age, age)
         self._wait(piece)
         return piece
@@ -194,7 +197,7 @@ class Allocator:
             expected=piece.expected,
             max_tokens=piece.max_tokens,
             cached=cached,
-            room=self._prefixes.room,
+            room=self._prefixes.room if piece.is_turn else None,
             held_by=held_by,
             avoid=avoid,
             block_size=size,
@@ -217,9 +220,15 @@ class Allocator:
         step = cost.decode_step(piece.samples, piece.samples * piece.prompt_tokens)
         return piece.expected * step + cost.prefill(piece.prompt_tokens)
 
-    def begin_prefill(self, engine: int, piece: Piece, now: float) -> PrefillTicket:
-        """Give a prefill to an engine."""
-        cost, cached = self.books.cost(engine), self._cached(engine, piece)
+    def begin_prefill(
+        self, engine: int, piece: Piece, now: float, coming: int = 0
+    ) -> PrefillTicket:
+        """Give a prefill to an engine.
+
+        Args:
+            coming: of its prompt, leading tokens whose KV will have been moved there.
+        """
+        cost, cached = self.books.cost(engine), max(coming, self._cached(engine, piece))
         seconds = cost.prefill(piece.prompt_tokens - cached, cached)
         self._prefixes.add(engine, piece.blocks)
         return self.books.begin_prefill(engine, seconds, piece.prompt_tokens, now, cached)
@@ -238,10 +247,6 @@ class Allocator:
     def note_prompt(self, engine: int, piece: Piece) -> None:
         """Note that a piece's prompt is in an engine's cache, or about to be."""
         self._prefixes.add(engine, piece.blocks)
-
-    def note_moved(self, engine: int, piece: Piece, tokens: int) -> None:
-        """Note that the KV of a prompt's first tokens is on its way to an engine."""
-        self._prefixes.add(engine, piece.blocks[: tokens // self.block_size])
 
     def end_decode(self, ticket: DecodeTicket, piece: Piece, now: float) -> None:
         """Take a sample off, however it ended."""

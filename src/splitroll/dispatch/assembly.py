@@ -30,7 +30,7 @@ class GroupWork:
     begun: Mapping[int, Sample] = field(default_factory=dict)
     """Samples by index that ended early, to be continued; or complete."""
     episode_id: str | None = None
-    """Turns with equal ids continue each other."""
+    """Of a turn after the first: those with equal ids continue each other."""
     forced_lengths: tuple[int, ...] | None = None
     """For benchmarks: how many tokens each sample has. No policy is told."""
 

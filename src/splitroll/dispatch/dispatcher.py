@@ -161,7 +161,8 @@ class Dispatcher:
         age = len(token_ids) - len(work.prompt.token_ids)
         key = work.episode_id or hash(work.prompt.token_ids)
         max_tokens = work.sampling.max_tokens - age
-        return self.allocator.accept(key, token_ids, samples, max_tokens, age=age)
+        is_turn = work.episode_id is not None
+        return self.allocator.accept(key, token_ids, samples, max_tokens, age=age, is_turn=is_turn)
 
     async def _complete(self, progress: Progress) -> None:
         """Try until all samples are there, or nothing is left to try."""
@@ -276,9 +277,9 @@ class Dispatcher:
             for part, indices in share(fresh, route.parts):
                 # All load counts from now, before any task has begun.
                 now = self._clock()
-                if part.kv_from >= 0:
-                    self.allocator.note_moved(part.decode, progress.piece, part.kv_tokens)
-                ticket = self.allocator.begin_prefill(part.prefill, progress.piece, now)
+                ticket = self.allocator.begin_prefill(
+                    part.prefill, progress.piece, now, coming=part.kv_tokens
+                )
                 self.allocator.note_prompt(part.decode, progress.piece)
                 places = self._places(progress.piece, part.decode, indices)
                 alone = len(route.parts) == 1

@@ -51,8 +51,8 @@ class Work:
         samples: how many share that prompt.
         expected: tokens that each is expected to generate; `max_tokens`: at most.
         cached: (mask of engines, tokens) of prompt prefixes that engines hold.
-        room: by engine, blocks of KV that its cache can take before it drops others; empty if
-            unknown.
+        room: by engine, blocks of KV that its cache can take before it drops others; None if what
+            is cached is not to be moved: others may count on it, or come for it too.
         held_by: engine with a handle to the whole prompt's KV; -1 for none.
         avoid: mask of engines to take only if there is no other.
         block_size, block_bytes: of the engines' KV.
@@ -66,7 +66,7 @@ class Work:
     expected: float
     max_tokens: int
     cached: Sequence[tuple[int, int]] = ()
-    room: Sequence[int] = ()
+    room: Sequence[int] | None = None
     held_by: int = -1
     avoid: int = 0
     block_size: int = 32
@@ -354,10 +354,8 @@ class _Chooser:
 
     def _margin(self, local: _Option, other: _Option) -> float:
         """Return by how much a route that moves KV must be better than one that does not."""
-        if other.kv_from < 0 and not self._snapshot.decodes[other.prefill]:
-            return 0.0  # it is what that engine is for
-        if other.kv_from >= 0 and other.decodes == local.decodes:
-            return 0.0  # the work leaves its KV either way
+        if other.kv_from >= 0 or not self._snapshot.decodes[other.prefill]:
+            return 0.0  # nothing more is computed; it is what that engine is for
         busy = max(self._snapshot.drain_s.item(decode) for decode in other.decodes)
         return max(_HANDOFF_MARGIN * local.added, _NOISE * busy)
 
@@ -406,12 +404,9 @@ class _Chooser:
         """Return the best route that moves the KV of what is cached from the engine that has most
         of it, and computes the rest where it decodes."""
         snapshot, costs, work = self._snapshot, self._costs, self._work
-        if (
-            not work.cached
-            or work.held_by >= 0
-            or not self._decodes.size
-            or not self._prefills.size
-        ):
+        if work.room is None or not work.cached or work.held_by >= 0:
+            return None
+        if not self._decodes.size or not self._prefills.size:
             return None
         holders = costs.cached.take(self._prefills)
         tokens = int(holders.max())
@@ -427,7 +422,7 @@ class _Chooser:
         for decode in sorted(_least(self._done, self._decodes)):
             if decode == holder or costs.cached.item(decode) >= tokens:
                 continue
-            if work.room and work.room[decode] * work.block_size < work.prompt_tokens:
+            if work.room[decode] * work.block_size < work.prompt_tokens:
                 continue  # it would drop what others need
             transfer = costs.transfer(holder, decode, tokens + 1)
             new = work.prompt_tokens - tokens

@@ -284,7 +284,7 @@ class _Step:
         if not index:
             self._note_episode(episode)
         blocks = block_hashes(prompt, self._model.block_size)
-        group = self._group(episode.id, prompt, blocks, [name], [turn.length])
+        group = self._group(episode.id, prompt, blocks, [name], [turn.length], is_turn=True)
         if index + 1 < len(episode.turns):
             tokens = tuple(hash((name, i)) for i in range(turn.length))
 
@@ -317,10 +317,12 @@ class _Step:
         blocks: tuple[BlockHash, ...],
         names: Sequence[str],
         lengths: Sequence[int],
+        *,
+        is_turn: bool = False,
     ) -> _Group:
         self._note_prompt(prompt, blocks)
         piece = self._allocator.accept(
-            key, prompt, len(names), self._load.max_tokens, blocks=blocks
+            key, prompt, len(names), self._load.max_tokens, is_turn=is_turn, blocks=blocks
         )
         group = _Group(piece, prompt, unfinished=len(names))
         group.samples = [
@@ -404,8 +406,8 @@ class _Step:
         """Move the KV of what is cached of a prompt to the engine that goes on with it."""
         allocator, piece, tokens = self._allocator, samples[0].piece, part.kv_tokens + 1
         blocks = piece.blocks[: part.kv_tokens // self._model.block_size]
-        allocator.note_moved(part.decode, piece, part.kv_tokens)
-        ticket = allocator.begin_prefill(part.decode, piece, now)
+        ticket = allocator.begin_prefill(part.decode, piece, now, coming=part.kv_tokens)
+        allocator.note_prompt(part.decode, piece)
         held = [allocator.begin_decode(part.decode, piece, now) for _ in samples]
         self._result.routes["brought"] += len(samples)
 
