@@ -359,6 +359,27 @@ class Rollout:
         """
         return await self._updater.update(weights, version, partial=partial, ranks=ranks)
 
+    async def pause(self, *, abort: bool = False) -> None:
+        """Let nothing be generated until `resume`; returns when nothing is. What is asked for
+        meanwhile waits; weights may be updated.
+
+        Args:
+            abort: end the samples that are under way as they are; else they are waited for.
+
+        Raises:
+            ConfigError: a weight update is under way.
+            TimeoutError: samples did not end within `weights.timeout_s`; all stays paused.
+        """
+        await self._updater.pause(abort=abort)
+
+    def resume(self) -> None:
+        """Go on after `pause`; does nothing otherwise."""
+        self._updater.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        return self.dispatcher.barrier.paused
+
     async def prove(self) -> None:
         """Prove every prefill/decode pair again, as at the start.
 

@@ -207,6 +207,17 @@ class VersionSpan:
     end: int
 
 
+def version_spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """Return the spans of a version per token."""
+    spans: list[VersionSpan] = []
+    for i, version in enumerate(versions):
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, i + 1)
+        else:
+            spans.append(VersionSpan(version, i, i + 1))
+    return tuple(spans)
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One sample of a group.

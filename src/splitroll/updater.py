@@ -225,6 +225,23 @@ class Updater:
         finally:
             self._busy = None
 
+    async def pause(self, *, abort: bool) -> None:
+        """See `Rollout.pause`."""
+        if self._busy is not None:
+            found = f"version {self._busy} is being pushed"
+            hint = "wait for it"
+            raise ConfigError([Problem("pause", found, "no update under way", hint)])
+        self._barrier.pause(partial=abort)
+        async with asyncio.timeout(self._settings.timeout_s):
+            if abort:
+                engines = self._fleet.ready()
+                await asyncio.gather(*(self._abort(engine) for engine in engines))
+                await asyncio.gather(*(engine.resume() for engine in engines))
+            await self._barrier.drained()
+
+    def resume(self) -> None:
+        self._barrier.unpause()
+
     async def close(self) -> None:
         """End an update that is under way, and let go of what the transport keeps."""
         if (transaction := self._transaction) is not None:

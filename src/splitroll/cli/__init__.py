@@ -63,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     config = commands.add_parser("config", help="check and print the resolved configuration")
     _add_config(config)
+    serve = commands.add_parser("serve", help="put the fleet behind vLLM's HTTP API")
+    _add_config(serve)
     _add_bench(
         commands.add_parser("bench", help="compare policies, and vllm-router, on the same work")
     )

@@ -136,6 +136,19 @@ class Limits(Section):
     """Attempts to restart a dead engine before it is given up."""
 
 
+class Serve(Section):
+    """The HTTP service; `splitroll serve` reads it."""
+
+    host: str = "127.0.0.1"
+    """The address to listen on. Beyond this machine it takes keys; see docs/serve.md."""
+    port: int = Field(8000, ge=0, le=65535)
+    """0 lets the system choose."""
+    max_queued: int = Field(4096, ge=1)
+    """Sequences that may be unfinished at once; more are answered with status 429."""
+    max_body_bytes: int = Field(16 * 1024**2, ge=1024)
+    """Of a request."""
+
+
 class Train(Section):
     """GRPO with TRL's trainer on a task with verifiable answers; `splitroll train` reads it."""
 
@@ -169,4 +182,5 @@ class Config(Section):
     ray: Ray = Ray()
     devices: Devices = Devices()
     limits: Limits = Limits()
+    serve: Serve = Serve()
     train: Train = Train()

@@ -141,11 +141,12 @@ class Allocator:
         *,
         age: int = 0,
         is_turn: bool = False,
+        salt: str | None = None,
         blocks: tuple[BlockHash, ...] | None = None,
     ) -> Piece:
         """Note a piece of work that waits to be given out."""
         if blocks is None:
-            blocks = block_hashes(token_ids, self._blocks[0][0]) if self._blocks else ()
+            blocks = block_hashes(token_ids, self.block_size, salt) if self._blocks else ()
         piece = Piece(prompt, blocks, len(token_ids), samples, max_tokens, age, is_turn)
         piece.expected = self.lengths.expected(prompt, max_tokens + age, age)
         self._wait(piece)

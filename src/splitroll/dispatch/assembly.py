@@ -33,6 +33,18 @@ class GroupWork:
     """Of a turn after the first: those with equal ids continue each other."""
     forced_lengths: tuple[int, ...] | None = None
     """For benchmarks: how many tokens each sample has. No policy is told."""
+    seeds: tuple[int, ...] | None = None
+    """Of each sample, in place of those derived from `seed`."""
+    native: bytes | None = None
+    """The engine's own sampling parameters; see `DecodeRequest`."""
+    stream: int = 0
+    """Tokens between two calls of whoever listens; 0 for none. See `DecodeRequest`."""
+    local: bool = False
+    """Never hand off: something is asked for that only the engine of the prompt can tell."""
+    cache_salt: str | None = None
+
+    def sample_seed(self, index: int) -> int:
+        return derive_seed(self.seed, index) if self.seeds is None else self.seeds[index]
 
     def max_tokens(self, index: int) -> int:
         """Return where a sample ends at the latest."""
@@ -107,7 +119,7 @@ def next_segment(
     yet, the block that it belongs to is not either, and an engine that loads the KV of what was
     generated so far dies (vLLM 0.32 asserts as many blocks there as here).
     """
-    seed = derive_seed(work.seed, index) if begun is None else begun.seed
+    seed = work.sample_seed(index) if begun is None else begun.seed
     done = 0 if begun is None else len(begun.token_ids)
     sampling = work.sampling
     left = work.max_tokens(index) - done
@@ -163,7 +175,7 @@ def assemble(
         text=output.text,
         logprobs=output.logprobs,
         finish_reason=output.finish_reason,
-        seed=derive_seed(work.seed, index),
+        seed=work.sample_seed(index),
         weight_version=spans[-1].version if spans else prefilled,
         prefill_version=prefilled,
         weight_versions=spans,

@@ -20,11 +20,13 @@ class Barrier:
     Attributes:
         partial_ok: an update has ended samples early; such may still come in when it is over.
         ending_early: samples are being ended as they are.
+        paused: nothing is let in, updates or not, until `unpause`.
     """
 
     def __init__(self, recovery_timeout_s: float) -> None:
         self.partial_ok = False
         self.ending_early = False
+        self.paused = False
         self._recovery_timeout_s = recovery_timeout_s
         self._turnstile = Turnstile()
         self._crossings: set[Crossing] = set()
@@ -98,10 +100,21 @@ class Barrier:
             await asyncio.sleep(_POLL_S)
 
     def reopen(self) -> None:
-        """Let attempts begin again."""
+        """Let attempts begin again, unless all is paused."""
         self.ending_early = False
         self._fence = None
-        self._turnstile.open()
+        if not self.paused:
+            self._turnstile.open()
+
+    def pause(self, *, partial: bool) -> None:
+        """Let nothing begin until `unpause`; see `shut`."""
+        self.paused = True
+        self.shut(partial=partial)
+
+    def unpause(self) -> None:
+        self.paused = False
+        if self._fence is None:
+            self.reopen()
 
     def check_fence(self) -> None:
         """

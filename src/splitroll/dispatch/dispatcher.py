@@ -42,12 +42,13 @@ from splitroll.dispatch.progress import (
     Crossing,
     Cut,
     DispatchStats,
+    Listener,
     Places,
     Progress,
     Source,
     ended_early,
 )
-from splitroll.engines.protocol import DecodeOutput, DecodeRequest, Engine
+from splitroll.engines.protocol import DecodeOutput, DecodeRequest, Engine, Tokens
 from splitroll.errors import (
     EngineDied,
     GroupFailed,
@@ -115,12 +116,18 @@ class Dispatcher:
         self._resize()
         fleet.on_change(self._resize)
 
-    async def run(self, work: GroupWork, stop: asyncio.Event | None = None) -> Group:
+    async def run(
+        self,
+        work: GroupWork,
+        stop: asyncio.Event | None = None,
+        listener: Listener | None = None,
+    ) -> Group:
         """Generate one group.
 
         Args:
             stop: when it is set, the group is returned as far as it is, samples that have not ended
                 with the reason "abort".
+            listener: who follows the samples meanwhile, and may drop some, which then end so too.
 
         Raises:
             GroupFailed: when no route completed it.
@@ -128,6 +135,8 @@ class Dispatcher:
             FleetFenced: a weight update failed, and none succeeded in time.
         """
         progress = self._accept(work)
+        if listener is not None:
+            progress.listener = listener
         try:
             if stop is None:
                 await self._complete(progress)
@@ -137,7 +146,7 @@ class Dispatcher:
             self.allocator.withdraw(progress.piece)
         if progress.ending:
             for index in progress.missing:
-                progress.done[index] = ended_early(progress, index)
+                progress.finish(index, ended_early(progress, index))
         if progress.missing:
             causes = list(dict.fromkeys(progress.causes)) or ["no engine is up"]
             raise GroupFailed(work.prompt.id, causes)
@@ -162,7 +171,10 @@ class Dispatcher:
         key = work.episode_id or hash(work.prompt.token_ids)
         max_tokens = work.sampling.max_tokens - age
         is_turn = work.episode_id is not None
-        return self.allocator.accept(key, token_ids, samples, max_tokens, age=age, is_turn=is_turn)
+        salt = work.cache_salt
+        return self.allocator.accept(
+            key, token_ids, samples, max_tokens, age=age, is_turn=is_turn, salt=salt
+        )
 
     async def _complete(self, progress: Progress) -> None:
         """Try until all samples are there, or nothing is left to try."""
@@ -199,10 +211,11 @@ class Dispatcher:
             await asyncio.wait([completing, stopping], return_when=asyncio.FIRST_COMPLETED)
             while not completing.done():
                 progress.ending = True
-                if not progress.running:
+                running = progress.listener.running
+                if not running:
                     completing.cancel()  # it waits, or KV is on its way: nothing has begun
-                for engine in set(progress.running.values()):
-                    mine = [i for i, where in progress.running.items() if where is engine]
+                for engine in {engine for engine, _ in running.values()}:
+                    mine = [i for i, (where, _) in running.items() if where is engine]
                     with contextlib.suppress(EngineDied):
                         await engine.abort(mine)
                 await asyncio.wait([completing], timeout=_STOP_POLL_S)
@@ -255,6 +268,7 @@ class Dispatcher:
 
     async def _generate(self, progress: Progress, *, local: bool) -> None:
         """Place all that is missing, and carry it to its end, or to what stops it."""
+        local = local or progress.work.local
         fresh = [i for i in progress.missing if i not in progress.begun]
         async with asyncio.TaskGroup() as tasks:
             for index in progress.missing:
@@ -362,7 +376,13 @@ class Dispatcher:
         handle = await self._prefill(holder, progress, token_ids)
         if handle is None:
             return False
-        request = DecodeRequest(self._new_id(), token_ids, SamplingParams(max_tokens=1), seed=0)
+        request = DecodeRequest(
+            self._new_id(),
+            token_ids,
+            SamplingParams(max_tokens=1),
+            seed=0,
+            cache_salt=progress.work.cache_salt,
+        )
         version = self._fleet.weight_version
         result = await self._handoff.decode(engine, handle, [request], weight_version=version)
         source = Source(handle, RouteKind.MIGRATED, self._clock(), {})
@@ -419,6 +439,9 @@ class Dispatcher:
             at: where its last segment has just ended.
         """
         begun = progress.begun[index]
+        if index in progress.listener.dropped:
+            progress.finish(index, ended_early(progress, index))
+            return
         started_s = self._clock()
         piece = self._piece(progress.work, 1, progress.work.prompt.token_ids + begun.token_ids)
         handle = None if at is None else at.handle
@@ -499,7 +522,8 @@ class Dispatcher:
         budget = self._kv_budget(engine)
         await budget.acquire(blocks)
         try:
-            handle = await self._handoff.prefill(engine, self._new_id(), token_ids)
+            salt = progress.work.cache_salt
+            handle = await self._handoff.prefill(engine, self._new_id(), token_ids, salt)
         except BaseException as exc:
             budget.release(blocks)
             if not isinstance(exc, SplitrollError):
@@ -517,8 +541,12 @@ class Dispatcher:
             progress.causes.append("no decode engine is up")
             return
         number, name, piece = places.engine, engine.info.name, places.piece
-        segments = {i: self._segment(progress, i) for i in places.indices}
-        requests = {i: self._request(segment) for i, segment in segments.items()}
+        self._finish_dropped(places, progress)
+        segments = {i: self._segment(progress, i) for i in places.indices if i in progress.missing}
+        if not segments:
+            return
+        work, running = progress.work, progress.listener.running
+        requests = {i: self._request(segment, work) for i, segment in segments.items()}
         indices = {request.request_id: i for i, request in requests.items()}
         leader = next(iter(requests.values())).request_id
         result = DecodeResult()
@@ -526,7 +554,7 @@ class Dispatcher:
         if ticket is None and source.handle is None:
             ticket = self.allocator.begin_prefill(number, piece, self._clock())
         self.allocator.note_prompt(number, piece)
-        progress.running |= dict.fromkeys(indices, engine)
+        running |= {request_id: (engine, index) for request_id, index in indices.items()}
 
         def arrived() -> None:
             if ticket is not None:
@@ -534,15 +562,21 @@ class Dispatcher:
             if source.crossing is not None:
                 self.barrier.arrived(source.crossing)
 
+        def came(request: DecodeRequest, tokens: Tokens) -> None:
+            index = indices[request.request_id]
+            progress.sent[index].append(tokens)
+            progress.listener.on_tokens(index, tokens)
+
         async with asyncio.TaskGroup() as tasks:
 
             def ended(request: DecodeRequest, output: DecodeOutput | None) -> None:
                 index = indices[request.request_id]
                 places.release(index)
-                progress.running.pop(request.request_id, None)
-                if output is None:
-                    return
+                running.pop(request.request_id, None)
                 leg = self._leg(name, source, request, leader, result, progress)
+                if output is None:
+                    progress.keep_sent(index, leg)
+                    return
                 if index in progress.begun_s:
                     leg = replace(leg, accepted_s=progress.begun_s[index])
                 if self._note_output(index, output, segments[index], leg, engine, progress, piece):
@@ -559,6 +593,7 @@ class Dispatcher:
                     result=result,
                     on_end=ended,
                     on_kv=arrived,
+                    on_tokens=came,
                     ending_early=lambda: self.barrier.ending_early or progress.ending,
                 )
             finally:
@@ -608,7 +643,9 @@ class Dispatcher:
     ) -> bool:
         """Keep what an engine returned; True when the sample goes on."""
         early = output.finish_reason == "abort"
-        if early and not (self.barrier.partial_ok or progress.ending):
+        progress.sent.pop(index, None)
+        dropped = index in progress.listener.dropped
+        if early and not (self.barrier.partial_ok or progress.ending or dropped):
             self._note_error(LegError(leg.decode, "it aborted a sample"), engine, progress)
             return False
         begun = progress.begun.get(index)
@@ -622,13 +659,15 @@ class Dispatcher:
                 return True
             self._give_back(self._adopt(engine, output, progress))
             sample = replace(sample, finish_reason="abort")
-        progress.done[index] = sample
+        progress.finish(index, sample, output.stop_reason)
         progress.on_sample()
         self.stats.decodes[leg.decode] += 1
         self.stats.routes[sample.route.kind.value] += 1
         if not early:
             blocks = block_hashes(
-                sample.prompt_token_ids + sample.token_ids[:-1], engine.info.block_size
+                sample.prompt_token_ids + sample.token_ids[:-1],
+                engine.info.block_size,
+                progress.work.cache_salt,
             )
             number = self.allocator.books.number(leg.decode)
             self.allocator.note_sample(number, progress.piece, len(sample.token_ids), blocks)
@@ -689,12 +728,27 @@ class Dispatcher:
             self.allocator.block_size,
         )
 
-    def _request(self, segment: Segment) -> DecodeRequest:
+    def _finish_dropped(self, places: Places, progress: Progress) -> None:
+        """Let samples that were dropped before they began end with what they have."""
+        for index in progress.listener.dropped.intersection(places.indices, progress.missing):
+            places.release(index)
+            progress.finish(index, ended_early(progress, index))
+
+    def _request(self, segment: Segment, work: GroupWork) -> DecodeRequest:
         ends_at = len(segment.token_ids) + segment.sampling.max_tokens
         whole = (ends_at - 1) % self.allocator.block_size == 0  # see `next_segment`
         moves = segment.cut and self._moves and not whole
         kv = self._handoff.hand_out_params(None) if moves else None
-        return DecodeRequest(self._new_id(), segment.token_ids, segment.sampling, segment.seed, kv)
+        return DecodeRequest(
+            self._new_id(),
+            segment.token_ids,
+            segment.sampling,
+            segment.seed,
+            kv,
+            cache_salt=work.cache_salt,
+            native=work.native,
+            stream=work.stream,
+        )
 
     def _places(self, piece: Piece, engine: int, indices: Sequence[int]) -> Places:
         return Places(self.allocator, self._clock, piece, engine, indices)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import contextlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 from splitroll.dispatch.allocator import Allocator, Piece
 from splitroll.dispatch.assembly import GroupWork, Leg, assemble
 from splitroll.dispatch.books import DecodeTicket, PrefillTicket
-from splitroll.engines.protocol import Engine
-from splitroll.errors import InvalidRequest
+from splitroll.engines.protocol import DecodeOutput, Engine, Tokens
+from splitroll.errors import EngineDied, InvalidRequest
 from splitroll.handoff.handle import KvHandle
 from splitroll.handoff.legs import NOTHING_YET
-from splitroll.types import RouteKind, Sample
+from splitroll.types import RouteKind, Sample, version_spans
 
 
 @dataclass(slots=True)
@@ -39,13 +40,39 @@ class DispatchStats:
     recomputed_tokens: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class Listener:
+    """Who follows the samples of a group while they are generated; see `Dispatcher.run`.
+
+    Attributes:
+        on_tokens: called with a sample's index and its next tokens, each once and in order.
+        on_end: called with a sample's index, the sample, and the stop token or string that ended
+            it.
+        dropped: samples that nobody waits for any more.
+        running: requests that engines have now: the engine, and the sample's index.
+    """
+
+    on_tokens: Callable[[int, Tokens], None] = lambda index, tokens: None
+    on_end: Callable[[int, Sample, int | str | None], None] = lambda index, sample, reason: None
+    dropped: set[int] = field(default_factory=set)
+    running: dict[str, tuple[Engine, int]] = field(default_factory=dict)
+
+    async def drop(self, index: int) -> None:
+        """Let a sample end as it is; the others go on."""
+        self.dropped.add(index)
+        for request_id, (engine, mine) in list(self.running.items()):
+            if mine == index:
+                with contextlib.suppress(EngineDied):
+                    await engine.abort([request_id])
+
+
 @dataclass(slots=True)
 class Progress:
     """What one group has so far.
 
     Attributes:
         begun: samples that are to go on: given so, or after a segment; `begun_s`: when it ended.
-        running: requests that engines have now.
+        sent: tokens that were passed on since what is in `begun`.
         ending: its caller wants what there is, and no more.
     """
 
@@ -56,7 +83,8 @@ class Progress:
     begun: dict[int, Sample] = field(default_factory=dict)
     begun_s: dict[int, float] = field(default_factory=dict)
     done: dict[int, Sample] = field(default_factory=dict)
-    running: dict[str, Engine] = field(default_factory=dict)
+    listener: Listener = field(default_factory=Listener)
+    sent: defaultdict[int, list[Tokens]] = field(default_factory=lambda: defaultdict(list))
     causes: list[str] = field(default_factory=list)
     avoid: set[str] = field(default_factory=set)
     refused: InvalidRequest | None = None
@@ -69,6 +97,35 @@ class Progress:
     @property
     def missing(self) -> list[int]:
         return [i for i in range(self.work.n) if i not in self.done]
+
+    def finish(self, index: int, sample: Sample, stop_reason: int | str | None = None) -> None:
+        """Note a sample that is done, and tell whoever waits for it."""
+        self.done[index] = sample
+        self.listener.on_end(index, sample, stop_reason)
+
+    def keep_sent(self, index: int, leg: Leg) -> None:
+        """Go on from the tokens that were passed on of a request that failed: what has been said
+        is not taken back."""
+        pieces = self.sent.pop(index, [])
+        if not pieces:
+            return
+        versions = [piece.weight_version for piece in pieces for _ in piece.token_ids]
+        output = DecodeOutput(
+            token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+            logprobs=tuple(value for piece in pieces for value in piece.logprobs),
+            text="".join(piece.text for piece in pieces),
+            finish_reason="abort",
+            cached_tokens=0,
+            wait_s=0.0,
+            prefill_s=0.0,
+            decode_s=0.0,
+            weight_versions=version_spans(versions),
+        )
+        sample = assemble(self.work, index, leg, output, self.begun.get(index))
+        if len(sample.token_ids) < self.work.max_tokens(index):
+            self.begun[index] = sample
+        else:
+            self.finish(index, replace(sample, finish_reason="length"))
 
 
 class Places:

@@ -22,6 +22,10 @@ from splitroll.weights.offer import LoadedWeights, WeightOffer
 KvParams = Mapping[str, Any]
 """What a KV connector passes between a prefill and a decode request, opaque to everyone else."""
 
+Candidates = tuple[tuple[int, float, int], ...]
+"""Of one position: (token, natural log-probability, rank from 1) of the token that is there, then
+of the most likely ones by rank, as many as were asked for; the first is not repeated among them."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillRequest:
@@ -64,6 +68,10 @@ class DecodeRequest:
             both. Without a handle the prompt is computed here, as far as it is not in the prefix
             cache.
         top_logprobs: how many of the most likely tokens to report at the first position.
+        native: the engine's own sampling parameters, encoded as it does; they take the place of
+            `sampling`, but for the lengths and the seed, which are those given here.
+        stream: yield `Tokens` whenever this many have come since, and what is left at the end; 0
+            yields none.
     """
 
     request_id: str
@@ -73,6 +81,8 @@ class DecodeRequest:
     kv: KvParams | None = None
     cache_salt: str | None = None
     top_logprobs: int = 0
+    native: bytes | None = None
+    stream: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +99,35 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
+class Tokens:
+    """The next tokens of a sample, of a request that streams.
+
+    Attributes:
+        logprobs: one per token.
+        candidates: one per token, if the request's `native` parameters ask for log-probabilities.
+        prompt_candidates: one per prompt token but the first, if they ask for these; with the first
+            tokens only.
+        weight_version: of the weights that computed the last one.
+        last: the output comes next.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str = ""
+    candidates: tuple[Candidates, ...] = ()
+    prompt_candidates: tuple[Candidates, ...] = ()
+    weight_version: int = 0
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeOutput:
     """A finished sample.
 
     Attributes:
         logprobs: one per token.
         finish_reason: "stop", "length", or "abort" (the tokens so far).
+        stop_reason: the stop token or string that ended it; None of EOS, or if none did.
         cached_tokens: as in FirstToken.
         wait_s: from arrival until the prompt's KV was there or could be computed.
         prefill_s: from then to the first token.
@@ -116,6 +149,10 @@ class DecodeOutput:
     weight_versions: tuple[VersionSpan, ...]
     first_top_logprobs: Mapping[int, float] = field(default_factory=dict)
     kv: KvParams | None = None
+    stop_reason: int | str | None = None
+
+
+DecodeEvent = FirstToken | Tokens | DecodeOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +264,9 @@ class DataPlane(Protocol):
         """Compute a prompt's KV and return the handle to it."""
         ...
 
-    def decode(self, request: DecodeRequest) -> AsyncGenerator[FirstToken | DecodeOutput, None]:
-        """Generate one sample: yields FirstToken, then DecodeOutput, then ends."""
+    def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeEvent, None]:
+        """Generate one sample: yields FirstToken, unless it ends with its first token, then Tokens,
+        if it streams, then DecodeOutput, then ends."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:

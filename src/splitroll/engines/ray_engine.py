@@ -17,13 +17,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from splitroll.engines.arguments import EngineArguments
 from splitroll.engines.protocol import (
-    DecodeOutput,
+    DecodeEvent,
     DecodeRequest,
     Engine,
     EngineCounters,
     EngineInfo,
     EngineLoad,
-    FirstToken,
     KvParams,
     PrefillOutput,
     PrefillRequest,
@@ -67,9 +66,7 @@ class EngineActor:
     async def prefill(self, request: PrefillRequest) -> PrefillOutput:
         return await self._engine.prefill(request)
 
-    async def decode(
-        self, request: DecodeRequest
-    ) -> AsyncGenerator[FirstToken | DecodeOutput, None]:
+    async def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeEvent, None]:
         async for event in self._engine.decode(request):
             yield event
 
@@ -160,9 +157,7 @@ class RayEngine(Engine):
     async def prefill(self, request: PrefillRequest) -> PrefillOutput:
         return await self._call(self._actor.prefill.remote(request))
 
-    async def decode(
-        self, request: DecodeRequest
-    ) -> AsyncGenerator[FirstToken | DecodeOutput, None]:
+    async def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeEvent, None]:
         stream = self._actor.decode.options(num_returns="streaming").remote(request)
         with self._errors():
             async for ref in stream:

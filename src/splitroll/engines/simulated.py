@@ -20,6 +20,7 @@ from typing import Any
 
 from splitroll.engines.process import STEPS_KEPT
 from splitroll.engines.protocol import (
+    DecodeEvent,
     DecodeOutput,
     DecodeRequest,
     Engine,
@@ -31,6 +32,7 @@ from splitroll.engines.protocol import (
     PrefillOutput,
     PrefillRequest,
     StepStats,
+    Tokens,
 )
 from splitroll.errors import (
     EngineDied,
@@ -41,7 +43,7 @@ from splitroll.errors import (
     Problem,
 )
 from splitroll.placement import EngineSpec
-from splitroll.types import Role, VersionSpan, derive_seed
+from splitroll.types import Role, derive_seed, version_spans
 from splitroll.weights.offer import LoadedWeights, WeightOffer
 from splitroll.weights.segment import Segment
 
@@ -228,9 +230,7 @@ class SimulatedEngine(Engine):
             weight_version=self._weight_version,
         )
 
-    async def decode(
-        self, request: DecodeRequest
-    ) -> AsyncGenerator[FirstToken | DecodeOutput, None]:
+    async def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeEvent, None]:
         loop = asyncio.get_running_loop()
         begun = loop.time()
         try:
@@ -255,6 +255,7 @@ class SimulatedEngine(Engine):
             versions: list[int] = []
             reason = "abort" if state.aborted else None
             first = last = loop.time()
+            sent = 0
             while reason is None:
                 # KV of other weights than the engine's gives other tokens, and no error.
                 model = (self._weights, "" if state.weights == self._weights else state.weights)
@@ -266,14 +267,19 @@ class SimulatedEngine(Engine):
                 reason = _finish_reason(request, token_ids)
                 if reason is None and len(token_ids) == 1:
                     yield FirstToken(cached + pulled, self._weight_version)
+                if request.stream and len(token_ids) - sent >= request.stream:
+                    yield self._tokens(token_ids[sent:], logprobs[sent:], last=reason is not None)
+                    sent = len(token_ids)
                 if reason is None:
                     await self._step(len(prompt) + len(token_ids))
                     reason = "abort" if state.aborted else None
                 last = loop.time()
+            if request.stream and sent < len(token_ids):
+                yield self._tokens(token_ids[sent:], logprobs[sent:], last=True)
             yield DecodeOutput(
                 token_ids=tuple(token_ids),
                 logprobs=tuple(logprobs),
-                text=" ".join(map(str, token_ids)),
+                text="".join(f" {token}" for token in token_ids),
                 finish_reason=reason,
                 cached_tokens=cached + pulled,
                 wait_s=scheduled - begun,
@@ -281,10 +287,16 @@ class SimulatedEngine(Engine):
                 decode_s=last - first,
                 weight_versions=version_spans(versions),
                 first_top_logprobs=_top((self._weights, ""), prompt, request),
+                stop_reason=_stop_reason(request, token_ids, reason),
                 kv=self._hand_out(request, prompt + tuple(token_ids), reason, state),
             )
         finally:
             await self._free(request.request_id)
+
+    def _tokens(self, token_ids: Sequence[int], logprobs: Sequence[float], *, last: bool) -> Tokens:
+        text = "".join(f" {token}" for token in token_ids)
+        version = self._weight_version
+        return Tokens(tuple(token_ids), tuple(logprobs), text, weight_version=version, last=last)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._answer()
@@ -590,17 +602,6 @@ class SimulatedLauncher:
         return engine
 
 
-def version_spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """Return the spans of a version per token."""
-    spans: list[VersionSpan] = []
-    for i, version in enumerate(versions):
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(version, spans[-1].start, i + 1)
-        else:
-            spans.append(VersionSpan(version, i, i + 1))
-    return tuple(spans)
-
-
 def _digest(checksums: Mapping[str, str]) -> str:
     return hashlib.sha256(repr(sorted(checksums.items())).encode()).hexdigest()
 
@@ -650,6 +651,11 @@ def _finish_reason(request: DecodeRequest, token_ids: Sequence[int]) -> str | No
     if enough and token_ids[-1] == EOS_TOKEN_ID and not sampling.ignore_eos:
         return "stop"
     return "length" if len(token_ids) >= sampling.max_tokens else None
+
+
+def _stop_reason(request: DecodeRequest, token_ids: Sequence[int], reason: str) -> int | None:
+    ended = reason == "stop" and token_ids[-1] in request.sampling.stop_token_ids
+    return token_ids[-1] if ended else None
 
 
 def _top(

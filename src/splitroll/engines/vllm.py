@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.weight_transfer.base import (
@@ -29,6 +30,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from splitroll.engines.arguments import EngineArguments
 from splitroll.engines.process import WEIGHT_TRANSFER
 from splitroll.engines.protocol import (
+    Candidates,
+    DecodeEvent,
     DecodeOutput,
     DecodeRequest,
     EngineCounters,
@@ -39,6 +42,7 @@ from splitroll.engines.protocol import (
     PrefillOutput,
     PrefillRequest,
     StepStats,
+    Tokens,
 )
 from splitroll.errors import (
     EngineDied,
@@ -127,11 +131,10 @@ class VllmEngine:
             weight_version=_version_spans(output.outputs[0], 1)[0].version,
         )
 
-    async def decode(
-        self, request: DecodeRequest
-    ) -> AsyncGenerator[FirstToken | DecodeOutput, None]:
+    async def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeEvent, None]:
         with self._engine_errors():
             sampling = _vllm_sampling(request)
+        stream = _Stream(request.stream, wants_candidates=request.native is not None)
         token_ids: list[int] = []
         logprobs: list[float] = []
         text: list[str] = []
@@ -146,8 +149,13 @@ class VllmEngine:
             if not token_ids and request.top_logprobs and piece.logprobs:
                 top = {token: entry.logprob for token, entry in piece.logprobs[0].items()}
             token_ids += piece.token_ids
-            logprobs += _chosen_logprobs(piece, self._arguments.name)
+            chosen = _chosen_logprobs(piece, self._arguments.name)
+            logprobs += chosen
             text.append(piece.text)
+            if request.stream:
+                stream.add(piece, chosen, output.prompt_logprobs, self._weight_version)
+                if (tokens := stream.take(ended=piece.finish_reason is not None)) is not None:
+                    yield tokens
             if piece.finish_reason is not None:
                 if piece.finish_reason != "abort" and not token_ids:
                     raise LegError(self._arguments.name, "a finished sample without tokens")
@@ -163,6 +171,7 @@ class VllmEngine:
                     decode_s=decode_s,
                     weight_versions=_version_spans(piece, len(token_ids)),
                     first_top_logprobs=top,
+                    stop_reason=piece.stop_reason,
                     kv=output.kv_transfer_params,
                 )
                 return
@@ -360,6 +369,47 @@ class VllmEngine:
         self._counters = self._counters + step
 
 
+class _Stream:
+    """Gathers tokens until there are enough of them to be sent."""
+
+    def __init__(self, every: int, *, wants_candidates: bool) -> None:
+        self._every = every
+        self._wants_candidates = wants_candidates
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._text = ""
+        self._candidates: list[Candidates] = []
+        self._prompt: tuple[Candidates, ...] = ()
+        self._version = 0
+
+    def add(self, piece: Any, logprobs: Sequence[float], prompt: Any, version: int) -> None:
+        self._token_ids += piece.token_ids
+        self._logprobs += logprobs
+        self._text += piece.text
+        if self._wants_candidates:
+            entries = zip(piece.token_ids, piece.logprobs, strict=True)
+            self._candidates += [_candidates(token, entry) for token, entry in entries]
+        if prompt:
+            self._prompt = tuple(_candidates(next(iter(e)), e) for e in prompt if e is not None)
+        self._version = version
+
+    def take(self, *, ended: bool) -> Tokens | None:
+        if not self._token_ids or (len(self._token_ids) < self._every and not ended):
+            return None
+        tokens = Tokens(
+            tuple(self._token_ids),
+            tuple(self._logprobs),
+            self._text,
+            tuple(self._candidates),
+            self._prompt,
+            self._version,
+            ended,
+        )
+        self._token_ids, self._logprobs, self._text = [], [], ""
+        self._candidates, self._prompt = [], ()
+        return tokens
+
+
 class _Counting(StatLoggerBase):  # type: ignore[misc]
     """Adds up vLLM's per-step statistics."""
 
@@ -403,9 +453,23 @@ def _connector_counters(stats: Any) -> EngineCounters:
     )
 
 
+def _candidates(token: int, entry: Mapping[int, Any]) -> Candidates:
+    """Return a position's log-probabilities, the token that is there first."""
+    others = [(t, float(e.logprob), int(e.rank)) for t, e in entry.items() if t != token]
+    return ((token, float(entry[token].logprob), int(entry[token].rank)), *others)
+
+
 def _vllm_sampling(request: DecodeRequest) -> VllmSamplingParams:
     sampling = request.sampling
     extra = None if request.kv is None else {"kv_transfer_params": dict(request.kv)}
+    if request.native is not None:
+        native = msgspec.msgpack.decode(request.native, type=VllmSamplingParams)
+        native.max_tokens, native.min_tokens = sampling.max_tokens, sampling.min_tokens
+        native.n, native.seed = 1, request.seed
+        native.logprobs = native.logprobs or 0
+        native.output_kind = RequestOutputKind.DELTA
+        native.extra_args = {**(native.extra_args or {}), **(extra or {})} or None
+        return native
     return VllmSamplingParams(
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,

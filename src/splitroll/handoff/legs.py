@@ -19,7 +19,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from splitroll.engines.protocol import (
     DecodeOutput,
@@ -29,6 +29,7 @@ from splitroll.engines.protocol import (
     KvParams,
     PrefillOutput,
     PrefillRequest,
+    Tokens,
 )
 from splitroll.errors import (
     EngineDied,
@@ -134,6 +135,7 @@ class Handoff:
         result: DecodeResult | None = None,
         on_end: Callable[[DecodeRequest, DecodeOutput | None], None] = lambda request, output: None,
         on_kv: Callable[[], None] = lambda: None,
+        on_tokens: Callable[[DecodeRequest, Tokens], None] = lambda request, tokens: None,
         ending_early: Callable[[], bool] = lambda: False,
     ) -> DecodeResult:
         """Decode samples of one prompt on one engine: the first leads, the others join it.
@@ -145,6 +147,7 @@ class Handoff:
             result: filled as requests end; a new one if None.
             on_end: called as each request ends, with its output if it completed.
             on_kv: called when the prompt's KV is here, which is when no handle is in flight.
+            on_tokens: called as tokens of requests that stream come.
             ending_early: whether samples end as they are; one that has not begun ends with nothing.
 
         Returns:
@@ -159,6 +162,7 @@ class Handoff:
             DecodeResult() if result is None else result,
             on_end,
             on_kv,
+            on_tokens,
             ending_early,
         )
         return await leg.run()
@@ -251,6 +255,7 @@ class _DecodeLeg:
         result: DecodeResult,
         on_end: Callable[[DecodeRequest, DecodeOutput | None], None],
         on_kv: Callable[[], None],
+        on_tokens: Callable[[DecodeRequest, Tokens], None],
         ending_early: Callable[[], bool],
     ) -> None:
         self._handoff = handoff
@@ -260,6 +265,7 @@ class _DecodeLeg:
         self._weight_version = weight_version
         self._on_end = on_end
         self._on_kv = on_kv
+        self._on_tokens = on_tokens
         self._ending_early = ending_early
         self._leader_ended_early = False
         self._result = result
@@ -296,7 +302,7 @@ class _DecodeLeg:
             if kv is not None:
                 # The leader may be asked for a handle of its own too.
                 kv = kv if request.kv is None else self._handoff.hand_out_params(kv)
-                request = _with_kv(request, kv)
+                request = replace(request, kv=kv)
             limits = self._handoff._limits
             await self._sample(
                 request, limits.sample_timeout_s if kv is None else limits.handoff_timeout_s
@@ -337,7 +343,9 @@ class _DecodeLeg:
         try:
             async with asyncio.timeout(limit_s) as limit, contextlib.aclosing(stream):
                 async for event in stream:
-                    if isinstance(event, FirstToken):
+                    if isinstance(event, Tokens):
+                        self._on_tokens(request, event)
+                    elif isinstance(event, FirstToken):
                         version = event.weight_version
                         self._note_first_token(request, event.cached_tokens, version)
                     elif event.token_ids:
@@ -435,15 +443,3 @@ class _DecodeLeg:
 
 
 NOTHING_YET = DecodeOutput((), (), "", "abort", 0, 0.0, 0.0, 0.0, ())
-
-
-def _with_kv(request: DecodeRequest, kv: KvParams) -> DecodeRequest:
-    return DecodeRequest(
-        request_id=request.request_id,
-        token_ids=request.token_ids,
-        sampling=request.sampling,
-        seed=request.seed,
-        kv=kv,
-        cache_salt=request.cache_salt,
-        top_logprobs=request.top_logprobs,
-    )

@@ -1,0 +1,1 @@
+"""The front door: a fleet behind one address that speaks vLLM's HTTP API."""

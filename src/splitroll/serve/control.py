@@ -1,0 +1,125 @@
+"""The endpoints that concern the fleet as a whole, under vLLM's names."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastapi import APIRouter, Body, Query
+from fastapi.responses import JSONResponse
+
+from splitroll.errors import ConfigError
+from splitroll.rollout import Rollout
+
+if TYPE_CHECKING:
+    from splitroll.serve.core import FleetCore, FrontEnd
+
+
+def control_router(rollout: Rollout, core: FleetCore, client: FrontEnd) -> APIRouter:
+    """Return the control endpoints of a fleet."""
+    router = APIRouter()
+    fleet = rollout.fleet
+
+    @router.get("/health")
+    async def health() -> JSONResponse:
+        """Whether any engine serves."""
+        engines = {name: member.state.value for name, member in fleet.members.items()}
+        return JSONResponse({"engines": engines}, status_code=200 if fleet.ready() else 503)
+
+    @router.get("/get_world_size")
+    async def get_world_size(include_dp: bool = True) -> dict[str, int]:
+        """Workers of all engines together."""
+        return {"world_size": sum(engine.info.world_size for engine in fleet.ready())}
+
+    @router.get("/weight_info")
+    async def weight_info() -> dict[str, Any]:
+        """The weight version that serves."""
+        return {"weight_version": str(fleet.weight_version)}
+
+    @router.get("/is_paused")
+    async def is_paused() -> dict[str, bool]:
+        return {"is_paused": rollout.is_paused}
+
+    @router.post("/pause")
+    async def pause(
+        mode: Annotated[Literal["abort", "wait", "keep"], Query()] = "abort",
+        clear_cache: Annotated[bool, Query()] = True,
+    ) -> JSONResponse:
+        """Let nothing be generated on any engine until `/resume`.
+
+        Args:
+            mode: what becomes of what is under way: it ends as it is, or is waited for; "keep" is
+                refused.
+            clear_cache: drop prefix caches as well.
+        """
+        if mode == "keep":
+            return _error(400, "a fleet pauses with mode=wait or mode=abort", "BadRequestError")
+        try:
+            await rollout.pause(abort=mode == "abort")
+        except ConfigError as exc:
+            return _error(409, str(exc), "ConflictError")
+        except TimeoutError:
+            limit_s = rollout.config.weights.timeout_s
+            message = f"samples did not end in {limit_s:g} s; the fleet stays paused"
+            return _error(504, message, "TimeoutError")
+        if clear_cache:
+            await core.reset_prefix_cache_async()
+        return JSONResponse({"status": "paused"})
+
+    @router.post("/resume")
+    async def resume() -> dict[str, str]:
+        rollout.resume()
+        return {"status": "resumed"}
+
+    @router.post("/abort_requests")
+    async def abort_requests(
+        request_ids: Annotated[list[str] | None, Body(embed=True)] = None,
+    ) -> dict[str, Any]:
+        """End requests as they are: those named, or all."""
+        processor = client.output_processor
+        if request_ids:
+            await client.abort(request_ids)
+            return {"status": "aborted", "aborted": len(request_ids)}
+        every = [*processor.request_states, *processor.parent_requests]
+        await client.abort(every, internal=True)
+        return {"status": "aborted", "aborted": len(every)}
+
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache(reset_running_requests: bool = False) -> JSONResponse:
+        """Drop the prefix caches of all engines; 409 where one has blocks in use."""
+        done = await core.reset_prefix_cache_async(reset_running_requests)
+        if done:
+            return JSONResponse({"status": "reset"})
+        message = "an engine has KV blocks in use: pause the fleet, or wait for its requests"
+        return _error(409, message, "ConflictError")
+
+    @router.get("/server_info")
+    async def server_info(config_format: Literal["text", "json"] = "text") -> dict[str, Any]:
+        """What serves, in the form that clients of vLLM look at."""
+        counters = dict(await asyncio.wait_for(fleet.counters(), 10))
+        return {
+            "vllm_config": {
+                "model": rollout.facts.name,
+                "weight_transfer_config": {"backend": rollout.config.weights.transport},
+                "parallel_config": {"world_size": (await get_world_size())["world_size"]},
+            },
+            "engines": {
+                engine.info.name: {
+                    "role": engine.info.role.value,
+                    "dtype": engine.info.dtype,
+                    "max_num_seqs": engine.info.max_num_seqs,
+                    "kv_blocks": engine.info.num_blocks,
+                    "block_size": engine.info.block_size,
+                    "generated_tokens": counters[engine.info.name].generated_tokens,
+                }
+                for engine in fleet.ready()
+                if engine.info.name in counters
+            },
+        }
+
+    return router
+
+
+def _error(status: int, message: str, kind: str) -> JSONResponse:
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return JSONResponse({"error": error}, status_code=status)

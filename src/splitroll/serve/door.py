@@ -1,0 +1,197 @@
+"""What comes through the front door: who may ask for what, how large, and how much at once.
+
+ASGI middleware around the whole service. It lets nothing in that the service does not name.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from splitroll.serve.routes import ROUTES, Access
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+_FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", "data_parallel_rank", "kv_hints")
+"""What engines say among themselves; from a client it could read others' KV, or end an engine."""
+_NESTED = ("vllm_xargs", "sampling_params", "extra_args")
+_RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Who may ask; None lets everybody."""
+
+    api: str | None = None
+    admin: str | None = None
+
+
+class Refused(Exception):
+    """An answer in the place of the service's."""
+
+    def __init__(self, status: int, kind: str, message: str, **headers: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.headers = headers
+
+
+class Door:
+    """See the module's docstring.
+
+    Args:
+        is_full: whether the service has as much to do as it takes.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        keys: Keys,
+        *,
+        max_body_bytes: int,
+        is_full: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
+        self._is_full = is_full
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        begun = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal begun
+            begun = begun or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            access = self._check(scope)
+            if access is Access.GENERATE:
+                receive = await self._admit(scope, receive)
+            elif scope["method"] == "POST":
+                receive = _again(await self._read(scope, receive), receive)
+            await self._app(scope, receive, send_on)
+        except Refused as refused:
+            if not begun:
+                await _answer(send, refused)
+
+    def _check(self, scope: Message) -> Access:
+        """Return what a request needs, having seen that it has it."""
+        path, method = scope["path"], scope["method"]
+        methods = ROUTES.get(path)
+        if methods is None:
+            raise Refused(404, "NotFoundError", f"there is no {path} here")
+        access = methods.get("GET" if method == "HEAD" else method)
+        if access is None:
+            allowed = ", ".join(sorted(methods))
+            raise Refused(
+                405, "MethodNotAllowed", f"{path} takes {allowed}, not {method}", allow=allowed
+            )
+        if access is Access.OPEN:
+            return access
+        given = _bearer(scope)
+        key = self._keys.admin if access is Access.ADMIN else self._keys.api
+        if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
+            which = "the admin key" if access is Access.ADMIN else "an API key"
+            message = f"{path} needs {which}: Authorization: Bearer KEY"
+            raise Refused(401, "AuthenticationError", message)
+        return access
+
+    async def _admit(self, scope: Message, receive: Receive) -> Receive:
+        if self._is_full():
+            message = "too many requests wait; try again later"
+            headers = {"retry-after": str(_RETRY_AFTER_S)}
+            raise Refused(429, "RateLimitError", message, **headers)
+        body = await self._read(scope, receive)
+        for name in _forbidden(body):
+            raise Refused(400, "BadRequestError", f"{name} is not a client's to set: leave it out")
+        return _again(body, receive)
+
+    async def _read(self, scope: Message, receive: Receive) -> bytes:
+        """Return a request's body, no longer than allowed."""
+        limit = self._max_body_bytes
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > limit:
+            raise _too_large(limit)
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Refused(499, "ClientClosedRequest", "the client went away")
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise _too_large(limit)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+
+def _too_large(limit: int) -> Refused:
+    return Refused(413, "BadRequestError", f"the request's body is over {limit} bytes")
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives a body that was read already, then what comes after it."""
+    given = False
+
+    async def receive_on() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_on
+
+
+def _bearer(scope: Message) -> str:
+    header = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+    scheme, _, key = header.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _forbidden(body: bytes) -> Iterator[str]:
+    """Yield the names of what a client may not set; a body that is no JSON is not ours to judge."""
+    # A name may be written with escapes.
+    if b"\\u" not in body and not any(name.encode() in body for name in _FORBIDDEN):
+        return
+    try:
+        tree = json.loads(body)
+    except ValueError:
+        return
+    yield from _forbidden_in(tree, "")
+
+
+def _forbidden_in(tree: Any, path: str) -> Iterator[str]:
+    if not isinstance(tree, Mapping):
+        return
+    for name, value in tree.items():
+        if name in _FORBIDDEN and value is not None:
+            yield path + name
+        elif name in _NESTED:
+            yield from _forbidden_in(value, f"{path}{name}.")
+
+
+async def _answer(send: Send, refused: Refused) -> None:
+    error = {"message": str(refused), "type": refused.kind, "param": None, "code": refused.status}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.encode(), value.encode()) for name, value in refused.headers.items()]
+    if refused.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

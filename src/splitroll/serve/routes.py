@@ -1,0 +1,41 @@
+"""The service's addresses, and what each takes to be asked."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+
+class Access(enum.Enum):
+    """Who may ask."""
+
+    OPEN = "open"
+    """Anybody: whether it lives, and what it is."""
+    READ = "read"
+    """With the API key."""
+    GENERATE = "generate"
+    """With the API key; it is work for the engines."""
+    ADMIN = "admin"
+    """With the admin key: it changes what everybody gets."""
+
+
+ROUTES: Mapping[str, Mapping[str, Access]] = {
+    "/health": {"GET": Access.OPEN},
+    "/version": {"GET": Access.OPEN},
+    "/v1/models": {"GET": Access.READ},
+    "/v1/completions": {"POST": Access.GENERATE},
+    "/v1/chat/completions": {"POST": Access.GENERATE},
+    "/inference/v1/generate": {"POST": Access.GENERATE},
+    "/tokenize": {"POST": Access.READ},
+    "/detokenize": {"POST": Access.READ},
+    "/openapi.json": {"GET": Access.READ},
+    "/server_info": {"GET": Access.READ},
+    "/get_world_size": {"GET": Access.READ},
+    "/is_paused": {"GET": Access.READ},
+    "/weight_info": {"GET": Access.READ},
+    "/pause": {"POST": Access.ADMIN},
+    "/resume": {"POST": Access.ADMIN},
+    "/abort_requests": {"POST": Access.ADMIN},
+    "/reset_prefix_cache": {"POST": Access.ADMIN},
+}
+"""By path and method; whatever is not here does not exist."""

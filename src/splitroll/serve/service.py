@@ -1,0 +1,122 @@
+"""The service: vLLM's own HTTP layer over a fleet, with the fleet's control endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from splitroll.config.schema import Config
+from splitroll.engines.arguments import front_end_arguments
+from splitroll.errors import ConfigError, Problem
+from splitroll.rollout import Rollout
+from splitroll.serve.control import control_router
+from splitroll.serve.door import App, Door, Keys
+
+API_KEY, ADMIN_KEY = "SPLITROLL_API_KEY", "SPLITROLL_ADMIN_KEY"
+"""Environment variables: secrets are in no configuration."""
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_CLOSE_TIMEOUT_S = 10
+
+
+def check_serve(config: Config, environment: Mapping[str, str]) -> Keys:
+    """Return the keys that the environment holds.
+
+    Raises:
+        ConfigError: when the service would listen beyond this machine without both.
+    """
+    keys = Keys(environment.get(API_KEY) or None, environment.get(ADMIN_KEY) or None)
+    section = config.serve
+    if section.host not in _LOOPBACK and (keys.api is None or keys.admin is None):
+        missing = API_KEY if keys.api is None else ADMIN_KEY
+        hint = "set both, or listen on 127.0.0.1"
+        allowed = f"beyond this machine: {API_KEY} and {ADMIN_KEY} in the environment"
+        problem = Problem("serve.host", f"{section.host} without {missing}", allowed, hint)
+        raise ConfigError([problem])
+    if keys.api is not None and keys.api == keys.admin:
+        hint = "take two: whoever generates need not be able to change weights"
+        raise ConfigError([Problem(ADMIN_KEY, "the API key", "another key", hint)])
+    return keys
+
+
+def listen(config: Config) -> socket.socket:
+    """Bind the service's address, and hold it.
+
+    Raises:
+        ConfigError: when it cannot be had.
+    """
+    section = config.serve
+    family = socket.AF_INET6 if ":" in section.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((section.host, section.port))
+    except OSError as exc:
+        sock.close()
+        found = f"{section.host}:{section.port} ({exc.strerror})"
+        hint = "stop who has it, or choose another: --set serve.port=8001"
+        raise ConfigError([Problem("serve.port", found, "a free port", hint)]) from exc
+    return sock
+
+
+@contextlib.asynccontextmanager
+async def open_service(rollout: Rollout, keys: Keys) -> AsyncGenerator[App, None]:
+    """Make the service of a running rollout: an ASGI app, closed at the end with its requests."""
+    section = rollout.config.serve
+    on_cpu = not any(member.spec.gpus for member in rollout.fleet.members.values())
+    arguments = front_end_arguments(rollout.config, rollout.facts, on_cpu=on_cpu)
+    os.environ.update(arguments.env)  # vLLM reads it when it is imported
+    from splitroll.serve.core import FleetCore, FrontEnd
+    from splitroll.serve.vllm_app import vllm_app
+
+    core = FleetCore(rollout)
+    config, app = await asyncio.to_thread(vllm_app, arguments.vllm, rollout.facts.name)
+    client = FrontEnd(core, config, section.max_queued)
+    try:
+        await app.attach(client)
+        service = FastAPI(title="splitroll", docs_url=None, redoc_url=None)
+        service.include_router(control_router(rollout, core, client))
+        service.mount("/", app.app)  # the door lets in what the routes name
+        yield Door(
+            service,
+            keys,
+            max_body_bytes=section.max_body_bytes,
+            is_full=lambda: client.is_full,
+        )
+    finally:
+        client.shutdown()
+        await core.closed()
+
+
+async def serve(app: App, sock: socket.socket, stopped: asyncio.Event) -> None:
+    """Answer requests until `stopped` is set; those under way then have some seconds to end."""
+    options: dict[str, Any] = {
+        "log_level": "warning",
+        "access_log": False,
+        "timeout_graceful_shutdown": _CLOSE_TIMEOUT_S,
+        "lifespan": "off",
+    }
+    server = _Server(uvicorn.Config(app, **options))
+    running = asyncio.ensure_future(server.serve(sockets=[sock]))
+    stopping = asyncio.ensure_future(stopped.wait())
+    try:
+        await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        server.should_exit = True
+        stopping.cancel()
+        await running
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever runs it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
