@@ -22,6 +22,7 @@ from splitroll.engines.protocol import (
     FirstToken,
     PrefillOutput,
     PrefillRequest,
+    Tokens,
 )
 from splitroll.engines.simulated import Fabric, LatencyModel, SimulatedEngine
 from splitroll.errors import InvalidRequest, LegError
@@ -502,3 +503,37 @@ async def test_an_engine_reports_its_steps(pair: Pair) -> None:
     decoding = [step for step in steps if step.sequences]
     assert all(step.context_tokens > len(prompt) for step in decoding)
     assert await pair.decode.steps() == []
+
+
+@pytest.mark.parametrize("every", [1, 3, 100])
+async def test_tokens_stream_each_once_and_in_order(pair: Pair, every: int) -> None:
+    request = dataclasses.replace(pair.request(pair.prompt(40), tokens(10)), stream=every)
+    events = [event async for event in pair.decode.decode(request)]
+    output = events[-1]
+    assert isinstance(output, DecodeOutput)
+    pieces = [event for event in events if isinstance(event, Tokens)]
+    assert len(pieces) == -(-10 // every)
+    assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert sum((piece.token_ids for piece in pieces), ()) == output.token_ids
+    assert sum((piece.logprobs for piece in pieces), ()) == output.logprobs
+    assert "".join(piece.text for piece in pieces) == output.text
+    # Whoever leads is known by its first token, before any other comes.
+    assert isinstance(events[0], FirstToken)
+    assert sum(isinstance(event, FirstToken) for event in events) == 1
+
+
+async def test_an_aborted_stream_ends_with_what_was_sent(pair: Pair) -> None:
+    request = dataclasses.replace(pair.request(pair.prompt(40), tokens(500)), stream=1)
+    sent: list[int] = []
+    output = None
+    async for event in pair.decode.decode(request):
+        if isinstance(event, Tokens):
+            sent += event.token_ids
+            if len(sent) == 5:
+                await pair.decode.abort([request.request_id])
+        elif isinstance(event, DecodeOutput):
+            output = event
+    assert output is not None
+    assert output.finish_reason == "abort"
+    assert tuple(sent) == output.token_ids
+    await pair.assert_no_block_is_held()

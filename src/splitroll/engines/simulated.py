@@ -18,8 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from splitroll.engines.process import STEPS_KEPT
 from splitroll.engines.protocol import (
+    Candidates,
     DecodeEvent,
     DecodeOutput,
     DecodeRequest,
@@ -268,14 +271,16 @@ class SimulatedEngine(Engine):
                 if reason is None and len(token_ids) == 1:
                     yield FirstToken(cached + pulled, self._weight_version)
                 if request.stream and len(token_ids) - sent >= request.stream:
-                    yield self._tokens(token_ids[sent:], logprobs[sent:], last=reason is not None)
+                    yield self._tokens(
+                        request, token_ids[sent:], logprobs[sent:], last=reason is not None
+                    )
                     sent = len(token_ids)
                 if reason is None:
                     await self._step(len(prompt) + len(token_ids))
                     reason = "abort" if state.aborted else None
                 last = loop.time()
             if request.stream and sent < len(token_ids):
-                yield self._tokens(token_ids[sent:], logprobs[sent:], last=True)
+                yield self._tokens(request, token_ids[sent:], logprobs[sent:], last=True)
             yield DecodeOutput(
                 token_ids=tuple(token_ids),
                 logprobs=tuple(logprobs),
@@ -293,10 +298,22 @@ class SimulatedEngine(Engine):
         finally:
             await self._free(request.request_id)
 
-    def _tokens(self, token_ids: Sequence[int], logprobs: Sequence[float], *, last: bool) -> Tokens:
-        text = "".join(f" {token}" for token in token_ids)
-        version = self._weight_version
-        return Tokens(tuple(token_ids), tuple(logprobs), text, weight_version=version, last=last)
+    def _tokens(
+        self,
+        request: DecodeRequest,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        last: bool,
+    ) -> Tokens:
+        return Tokens(
+            tuple(token_ids),
+            tuple(logprobs),
+            "".join(f" {token}" for token in token_ids),
+            candidates=_candidates(request, token_ids, logprobs),
+            weight_version=self._weight_version,
+            last=last,
+        )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._answer()
@@ -651,6 +668,22 @@ def _finish_reason(request: DecodeRequest, token_ids: Sequence[int]) -> str | No
     if enough and token_ids[-1] == EOS_TOKEN_ID and not sampling.ignore_eos:
         return "stop"
     return "length" if len(token_ids) >= sampling.max_tokens else None
+
+
+def _candidates(
+    request: DecodeRequest, token_ids: Sequence[int], logprobs: Sequence[float]
+) -> tuple[Candidates, ...]:
+    """Return what native parameters ask for: the token is the most likely one here."""
+    if request.native is None:
+        return ()
+    others = (msgspec.msgpack.decode(request.native).get("logprobs") or 1) - 1
+    return tuple(
+        (
+            (token, logprob, 1),
+            *(((token + i) % VOCAB_SIZE, logprob - i, i + 1) for i in range(1, others + 1)),
+        )
+        for token, logprob in zip(token_ids, logprobs, strict=True)
+    )
 
 
 def _stop_reason(request: DecodeRequest, token_ids: Sequence[int], reason: str) -> int | None:

@@ -34,7 +34,7 @@ def control_router(rollout: Rollout, core: FleetCore, client: FrontEnd) -> APIRo
     @router.get("/weight_info")
     async def weight_info() -> dict[str, Any]:
         """The weight version that serves."""
-        return {"weight_version": str(fleet.weight_version)}
+        return {"weight_version": await core.get_weight_version_async()}
 
     @router.get("/is_paused")
     async def is_paused() -> dict[str, bool]:

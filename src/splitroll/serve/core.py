@@ -134,7 +134,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
         """There is none."""
 
     async def get_weight_version_async(self) -> str:
-        return str(self._rollout.fleet.weight_version)
+        return version_name(self._rollout.fleet.weight_version)
 
     def shutdown(self, timeout: float | None = None) -> None:
         for task in self._tasks:
@@ -267,7 +267,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
             ),
             **ending,
         )
-        version = str(tokens.weight_version) if tokens.token_ids else None
+        version = version_name(tokens.weight_version) if tokens.token_ids else None
         self._outputs.put_nowait(EngineCoreOutputs(outputs=[output], weight_version=version))
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
@@ -313,6 +313,11 @@ def _core_made_by(core: FleetCore) -> Iterator[None]:
 
     with mock.patch.object(EngineCoreClient, "make_async_mp_client", staticmethod(make)):
         yield
+
+
+def version_name(version: int) -> str:
+    """Return a weight version as vLLM's API has it: before any was pushed, "default"."""
+    return str(version) if version else "default"
 
 
 def _group_key(request: EngineCoreRequest) -> tuple[Any, ...]:

@@ -1,0 +1,390 @@
+"""The front door over simulated engines: vLLM's own front end, and what we put around it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from conftest import SimulatedSystem, simulated
+from splitroll.config import load_checked, load_config
+from splitroll.engines.simulated import LatencyModel
+from splitroll.errors import ConfigError
+from splitroll.rollout import Rollout
+from splitroll.serve.door import Keys
+from splitroll.serve.routes import ROUTES
+from splitroll.serve.service import ADMIN_KEY, API_KEY, check_serve, listen, open_service
+
+pytestmark = [
+    # vLLM, and what it imports, warn about themselves.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+ADAPTIVE = ("dispatch.policy=adaptive", "dispatch.roles=elastic")
+SLOW = LatencyModel(step_s=0.004)
+
+
+@dataclass
+class Front:
+    """A service over a simulated fleet, and a client of it."""
+
+    system: SimulatedSystem
+    rollout: Rollout
+    client: httpx.AsyncClient
+    app: Any
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.client.post(path, json=body)
+
+    async def complete(self, **body: Any) -> dict[str, Any]:
+        body = {"prompt": list(range(5, 45)), "max_tokens": 6, "temperature": 0, **body}
+        answer = await self.post("/v1/completions", model="tiny", **body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def stream(self, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
+        body = {"model": "tiny", "temperature": 0, "stream": True, **body}
+        async with self.client.stream("POST", path, json=body) as answer:
+            lines = [line async for line in answer.aiter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+    async def assert_idle(self) -> None:
+        assert self.system.dispatcher.load == {}
+        await self.system.handoff.settled()
+        async with asyncio.timeout(5):
+            while set((await self.system.held_blocks()).values()) != {0}:
+                await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def front(
+    model: Path, *overrides: str, keys: Keys | None = None, **options: Any
+) -> AsyncIterator[Front]:
+    tree = {
+        "model": str(model),
+        "engine": {"dtype": "float32", "max_model_len": 2048},
+    }
+    config, facts = load_checked(tree, [*ADAPTIVE, *overrides])
+    dispatch = [one for one in overrides if one.startswith("dispatch.")]
+    async with simulated(*ADAPTIVE, *dispatch, **options) as system:
+        rollout = Rollout(
+            config, facts, system.fleet, system.dispatcher, system.updater, system.handoff
+        )
+        async with open_service(rollout, keys or Keys()) as app:
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+                yield Front(system, rollout, client, app)
+
+
+async def test_an_answer_has_the_samples_in_the_order_of_the_request(tiny_model: Path) -> None:
+    async with front(tiny_model) as door:
+        prompts = [[5, 6, 7], [9, 10], [11] * 50]
+        answer = await door.complete(
+            prompt=prompts, n=2, temperature=1, seed=3, return_token_ids=True, logprobs=0
+        )
+        assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+        asked = [choice["prompt_token_ids"] for choice in answer["choices"]]
+        assert asked == [prompt for prompt in prompts for _ in range(2)]
+        tokens = [tuple(choice["token_ids"]) for choice in answer["choices"]]
+        assert len(set(tokens)) == 6
+        assert all(len(choice["logprobs"]["token_logprobs"]) == 6 for choice in answer["choices"])
+        again = await door.complete(
+            prompt=prompts, n=2, temperature=1, seed=3, return_token_ids=True
+        )
+        assert [tuple(choice["token_ids"]) for choice in again["choices"]] == tokens
+        await door.assert_idle()
+
+
+async def test_n_samples_are_one_group(tiny_model: Path) -> None:
+    async with front(tiny_model, "dispatch.decode_engines_per_group=1") as door:
+        await door.complete(n=4, temperature=1)
+        stats = door.system.dispatcher.stats
+        counters = await door.system.fleet.counters()
+        # 40 tokens once, and what fills no block three times.
+        assert sum(c.computed_tokens for c in counters.values()) == 40 + 3 * 8
+        assert stats.routes.total() == 4
+
+
+async def test_one_by_one_samples_of_a_prompt_are_siblings(tiny_model: Path) -> None:
+    async with front(tiny_model, latency=SLOW) as door:
+        answers = await asyncio.gather(
+            *(door.complete(temperature=1, seed=i, return_token_ids=True) for i in range(6))
+        )
+        assert len({tuple(a["choices"][0]["token_ids"]) for a in answers}) == 6
+        counters = await door.system.fleet.counters()
+        # Once on every engine at most, and what fills no block.
+        assert sum(c.computed_tokens for c in counters.values()) <= 3 * 40 + 3 * 8
+
+
+async def test_a_stream_is_the_answer_in_pieces(tiny_model: Path) -> None:
+    async with front(tiny_model) as door:
+        prompt = list(range(20, 60))
+        whole = await door.complete(prompt=prompt, max_tokens=7, logprobs=2)
+        pieces = await door.stream(
+            prompt=prompt, max_tokens=7, logprobs=2, stream_options={"include_usage": True}
+        )
+        assert "".join(p["choices"][0]["text"] for p in pieces[:-1]) == whole["choices"][0]["text"]
+        reasons = [piece["choices"][0]["finish_reason"] for piece in pieces[:-1]]
+        assert reasons == [None] * 6 + ["length"]
+        values = [v for p in pieces[:-1] for v in p["choices"][0]["logprobs"]["token_logprobs"]]
+        assert values == whole["choices"][0]["logprobs"]["token_logprobs"]
+        assert pieces[-1]["usage"]["completion_tokens"] == 7
+
+
+async def test_chat_tokens_and_texts(chat_model: Path) -> None:
+    async with front(chat_model) as door:
+        messages = [{"role": "user", "content": "w5 w6"}]
+        body = {"model": "tiny", "messages": messages, "max_tokens": 5, "temperature": 0}
+        answer = (await door.post("/v1/chat/completions", **body)).json()
+        assert answer["choices"][0]["message"]["role"] == "assistant"
+        assert answer["usage"]["completion_tokens"] == 5
+        pieces = await door.stream("/v1/chat/completions", messages=messages, max_tokens=5)
+        said = "".join(p["choices"][0]["delta"].get("content") or "" for p in pieces)
+        assert said == answer["choices"][0]["message"]["content"]
+        tokens = (await door.post("/tokenize", model="tiny", prompt="w5 w6")).json()["tokens"]
+        text = (await door.post("/detokenize", model="tiny", tokens=tokens)).json()["prompt"]
+        assert text == "w5w6"
+
+
+async def test_a_stop_string_ends_a_sample_on_its_engine(tiny_model: Path) -> None:
+    async with front(tiny_model, latency=SLOW) as door:
+        whole = await door.complete(max_tokens=40)
+        stop = f"w{whole['choices'][0]['text'].split('w')[4]}w"
+        answer = await door.complete(max_tokens=1500, stop=[stop])
+        choice = answer["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        assert choice["stop_reason"] == stop
+        assert stop not in choice["text"]
+        pieces = await door.stream(prompt=list(range(5, 45)), max_tokens=1500, stop=[stop])
+        assert pieces[-1]["choices"][0]["finish_reason"] == "stop"
+        await door.assert_idle()
+        counters = await door.system.fleet.counters()
+        # The simulated engine knows no stop strings: of the streams, it was aborted.
+        assert sum(c.generated_tokens for c in counters.values()) < 40 + 1500 + 100
+
+
+async def test_a_stream_goes_on_where_its_engine_died(tiny_model: Path) -> None:
+    options = {"latency": SLOW}
+    async with front(tiny_model, **options) as door:
+        prompt = list(range(7, 50))
+        expected = await door.complete(prompt=prompt, max_tokens=60, return_token_ids=True)
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 60, "temperature": 0}
+        tokens: list[int] = []
+        killed = False
+        request = {**body, "stream": True, "return_token_ids": True}
+        # ASGITransport gathers a whole answer: the service is asked over a socket of its own.
+        async with (
+            over_http(door) as client,
+            client.stream("POST", "/v1/completions", json=request) as answer,
+        ):
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                tokens += json.loads(line[6:])["choices"][0]["token_ids"]
+                if len(tokens) > 20 and not killed:
+                    killed = True
+                    busy = max(door.system.dispatcher.load, key=door.system.dispatcher.load.get)
+                    door.system.launcher.engines[busy].kill()
+        assert killed
+        assert tokens == expected["choices"][0]["token_ids"]
+        await door.assert_idle()
+
+
+@contextlib.asynccontextmanager
+async def over_http(door: Front) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve on a loopback socket."""
+    from splitroll.serve.service import serve
+
+    config = load_config(overrides=["serve.port=0"])
+    stopped = asyncio.Event()
+    with listen(config) as sock:
+        running = asyncio.create_task(serve(door.app, sock, stopped))
+        port = sock.getsockname()[1]
+        try:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+                yield client
+        finally:
+            stopped.set()
+            await asyncio.wait_for(running, 15)
+
+
+async def test_clients_that_go_away_leave_nothing(tiny_model: Path) -> None:
+    async with front(tiny_model, latency=SLOW) as door, over_http(door) as client:
+
+        async def ask(i: int) -> None:
+            body = {
+                "model": "tiny",
+                "prompt": [5 + i % 7] * (1 + 13 * (i % 9)),
+                "n": 1 + i % 3,
+                "max_tokens": 300,
+                "seed": i,
+                "stream": i % 2 == 0,
+            }
+            limit_s = 0.002 * (i % 40)
+            with contextlib.suppress(httpx.TimeoutException, TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await client.post("/v1/completions", json=body)
+
+        await asyncio.gather(*(ask(i) for i in range(120)))
+        async with asyncio.timeout(10):
+            while door.system.dispatcher.load:
+                await asyncio.sleep(0.02)
+        await door.assert_idle()
+        whole = await door.complete()
+        assert whole["usage"]["completion_tokens"] == 6
+
+
+async def test_one_of_two_clients_with_the_same_prompt_goes_away(tiny_model: Path) -> None:
+    async with front(tiny_model, latency=SLOW) as door:
+        prompt = list(range(5, 45))
+        stays = asyncio.create_task(door.complete(prompt=prompt, max_tokens=50))
+        goes = asyncio.create_task(door.complete(prompt=prompt, max_tokens=1900))
+        await asyncio.sleep(0.1)
+        goes.cancel()
+        assert (await stays)["usage"]["completion_tokens"] == 50
+        async with asyncio.timeout(3):
+            while door.system.dispatcher.load:
+                await asyncio.sleep(0.02)
+        await door.assert_idle()
+
+
+async def test_what_a_client_may_not_set_is_refused(tiny_model: Path) -> None:
+    async with front(tiny_model) as door:
+        for body, name in (
+            ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params"),
+            ({"vllm_xargs": {"kv_transfer_params": {"a": 1}}}, "vllm_xargs.kv_transfer_params"),
+            ({"data_parallel_rank": 1}, "data_parallel_rank"),
+        ):
+            answer = await door.post("/v1/completions", model="tiny", prompt=[5], **body)
+            assert answer.status_code == 400
+            assert name in answer.json()["error"]["message"]
+        hidden = b'{"model": "tiny", "prompt": [5], "kv_\\u0074ransfer_params": {"a": 1}}'
+        answer = await door.client.post("/v1/completions", content=hidden)
+        assert answer.status_code == 400
+        assert "kv_transfer_params" in answer.json()["error"]["message"]
+        said = await door.complete(prompt="what are kv_transfer_params")
+        assert said["choices"], "a text may say it"
+        assert door.system.dispatcher.stats.routes.total() == 1
+
+
+async def test_too_much_is_told_so(tiny_model: Path) -> None:
+    small = ("serve.max_queued=4", "serve.max_body_bytes=2000")
+    async with front(tiny_model, *small, latency=SLOW) as door:
+        answer = await door.post("/v1/completions", model="tiny", prompt=[5], n=5)
+        assert answer.status_code == 429
+        long = asyncio.create_task(door.complete(n=4, temperature=1, max_tokens=100))
+        await asyncio.sleep(0.05)
+        answer = await door.post("/v1/completions", model="tiny", prompt=[5])
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == 429
+        assert len((await long)["choices"]) == 4
+        assert (await door.post("/v1/completions", prompt=[5] * 2000)).status_code == 413
+        assert (await door.complete())["choices"]
+
+
+async def test_keys_open_what_they_are_for(tiny_model: Path) -> None:
+    async with front(tiny_model, keys=Keys("api", "admin")) as door:
+        for path, methods in ROUTES.items():
+            for method, access in methods.items():
+                statuses = {}
+                for key in ("", "api", "admin", "other"):
+                    headers = {"Authorization": f"Bearer {key}"} if key else {}
+                    content = b"{}" if method == "POST" else None
+                    answer = await door.client.request(
+                        method, path, headers=headers, content=content
+                    )
+                    statuses[key] = answer.status_code != 401
+                expected = {
+                    "open": {"": True, "api": True, "admin": True, "other": True},
+                    "admin": {"": False, "api": False, "admin": True, "other": False},
+                }.get(access.value, {"": False, "api": True, "admin": False, "other": False})
+                assert statuses == expected, f"{method} {path}"
+        assert (await door.client.get("/collective_rpc")).status_code == 404
+        assert (await door.client.get("/pause")).status_code == 405
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+async def test_a_paused_fleet_generates_nothing_until_it_resumes(
+    tiny_model: Path, mode: str
+) -> None:
+    async with front(tiny_model, latency=SLOW) as door:
+        begun = asyncio.create_task(door.complete(max_tokens=100))
+        await asyncio.sleep(0.1)
+        assert (await door.client.post("/pause", params={"mode": mode})).status_code == 200
+        reason = (await asyncio.wait_for(begun, 1))["choices"][0]["finish_reason"]
+        assert reason == ("length" if mode == "wait" else "abort")
+        assert (await door.client.get("/is_paused")).json() == {"is_paused": True}
+        waits = asyncio.create_task(door.complete())
+        await asyncio.sleep(0.1)
+        assert not waits.done()
+        assert (await door.client.post("/resume")).status_code == 200
+        assert (await asyncio.wait_for(waits, 2))["choices"][0]["finish_reason"] == "length"
+        assert (await door.client.get("/is_paused")).json() == {"is_paused": False}
+        assert (await door.client.post("/pause?mode=keep")).status_code == 400
+
+
+async def test_a_fleet_that_fails_answers_with_an_error(tiny_model: Path) -> None:
+    async with front(tiny_model) as door:
+        for faults in door.system.launcher.faults.values():
+            faults.fail_decodes = 100
+        body = {"model": "tiny", "prompt": [5, 6], "max_tokens": 3}
+        answer = await door.post("/v1/completions", **body)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == 500
+        for faults in door.system.launcher.faults.values():
+            faults.fail_decodes = 0
+        assert (await door.complete())["choices"]
+        await door.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"prompt": [5], "max_tokens": 3000}, 400),
+        ({"prompt": [99999]}, 400),
+        ({"prompt": [5], "temperature": -1}, 400),
+        ({"prompt": [5], "model": "other"}, 404),
+        ({}, 400),
+    ],
+)
+async def test_a_users_error_is_a_users_error(
+    tiny_model: Path, body: dict[str, Any], status: int
+) -> None:
+    async with front(tiny_model) as door:
+        answer = await door.post("/v1/completions", **{"model": "tiny", **body})
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["message"]
+        assert door.system.dispatcher.stats.routes.total() == 0
+        assert (await door.client.get("/health")).status_code == 200
+
+
+def test_no_address_beyond_this_machine_without_both_keys() -> None:
+    config = load_config(overrides=["serve.host=0.0.0.0"])
+    both = {API_KEY: "a", ADMIN_KEY: "b"}
+    assert check_serve(config, both) == Keys("a", "b")
+    for name in both:
+        with pytest.raises(ConfigError, match=name):
+            check_serve(config, {k: v for k, v in both.items() if k != name})
+    assert check_serve(load_config(), {}) == Keys()
+    with pytest.raises(ConfigError, match="another key"):
+        check_serve(load_config(), {API_KEY: "a", ADMIN_KEY: "a"})
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts() -> None:
+    with listen(load_config(overrides=["serve.port=0"])) as sock:
+        sock.listen()
+        port = sock.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            listen(load_config(overrides=[f"serve.port={port}"]))
