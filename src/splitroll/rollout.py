@@ -111,6 +111,7 @@ class Rollout:
         self.fleet = fleet
         self.dispatcher = dispatcher
         self._handoff = handoff
+        self.last_update: UpdateReport | None = None
         self._updater = updater
         self._tokenizer = Tokenizer(facts.path)
         self._max_model_len = max_model_len(config, facts)
@@ -357,7 +358,9 @@ class Rollout:
                 anything is changed; or when an update is under way.
             WeightUpdateFailed: naming the engine, the parameter and the cause.
         """
-        return await self._updater.update(weights, version, partial=partial, ranks=ranks)
+        report = await self._updater.update(weights, version, partial=partial, ranks=ranks)
+        self.last_update = report
+        return report
 
     async def pause(self, *, abort: bool = False) -> None:
         """Let nothing be generated until `resume`; returns when nothing is. What is asked for

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from conftest import SimulatedSystem, simulated
 from splitroll.config import load_checked, load_config
@@ -347,6 +348,36 @@ async def test_a_fleet_that_fails_answers_with_an_error(tiny_model: Path) -> Non
             faults.fail_decodes = 0
         assert (await door.complete())["choices"]
         await door.assert_idle()
+
+
+async def test_metrics_tell_what_was_done_and_by_whom(tiny_model: Path) -> None:
+    async with front(tiny_model, "dispatch.policy=static") as door:
+        await door.complete(n=4, temperature=1, max_tokens=6)
+        door.system.launcher.engines["decode-1"].kill()
+        await asyncio.sleep(0.3)
+        answer = await door.client.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain")
+        values = {
+            (sample.name, *sorted(sample.labels.values())): sample.value
+            for family in text_string_to_metric_families(answer.text)
+            for sample in family.samples
+        }
+        assert values["splitroll_samples_total", "length", "split"] == 1
+        assert values["splitroll_samples_total", "length", "shared"] == 3
+        assert values["splitroll_tokens_total", "generated"] == 24
+        assert values["splitroll_handoffs_total",] == 1
+        assert values["splitroll_sample_seconds_count", "decode"] == 4
+        assert values["splitroll_prompt_tokens_total", "computed", "prefill", "prefill-0"] == 40
+        moved = [
+            v for k, v in values.items() if k[0].endswith("prompt_tokens_total") and "moved" in k
+        ]
+        assert sum(moved) == 40
+        assert values["splitroll_engine_restarts_total", "decode-1"] == 1
+        assert values["splitroll_engine_state", "decode-1", "ready"] == 1
+        assert values["splitroll_weight_version",] == 0
+        assert values["splitroll_engine_open_handles", "prefill", "prefill-0"] == 0
+        own = ("vllm:num_requests_running", "decode", "decode-0", "simulated")
+        assert values[own] == 0, "vLLM's own series have their engine and its role"
 
 
 @pytest.mark.parametrize(

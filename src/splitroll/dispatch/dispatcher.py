@@ -107,6 +107,7 @@ class Dispatcher:
         self._limits = limits
         self._clock = clock
         self._moves = moves and settings.policy == "adaptive" and settings.roles == "elastic"
+        self._noting: list[Callable[[Sample], None]] = []
         self._ids = itertools.count()
         self._id_prefix = os.urandom(4).hex()
         self._kv_budgets: dict[str, WeightedGate] = {}
@@ -225,6 +226,10 @@ class Dispatcher:
             completing.cancel()
             stopping.cancel()
             await asyncio.gather(completing, stopping, return_exceptions=True)
+
+    def on_sample(self, note: Callable[[Sample], None]) -> None:
+        """Have every sample noted that ends from now on."""
+        self._noting.append(note)
 
     @property
     def load(self) -> dict[str, int]:
@@ -659,6 +664,8 @@ class Dispatcher:
                 return True
             self._give_back(self._adopt(engine, output, progress))
             sample = replace(sample, finish_reason="abort")
+        for note in self._noting:
+            note(sample)
         progress.finish(index, sample, output.stop_reason)
         progress.on_sample()
         self.stats.decodes[leg.decode] += 1

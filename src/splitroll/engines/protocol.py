@@ -301,6 +301,10 @@ class ControlPlane(Protocol):
         """Return the steps since the last call, oldest first; at most some hundred are kept."""
         ...
 
+    async def metrics(self) -> str:
+        """Return the engine's own metrics in Prometheus' text format; empty if it has none."""
+        ...
+
     async def reset_prefix_cache(self, *, preempt: bool = False) -> bool:
         """Drop the prefix cache; False when the engine refused since blocks are in use.
 

@@ -88,6 +88,9 @@ class EngineActor:
     async def steps(self) -> Sequence[StepStats]:
         return await self._engine.steps()
 
+    async def metrics(self) -> str:
+        return await self._engine.metrics()
+
     async def reset_prefix_cache(self, preempt: bool) -> bool:
         return await self._engine.reset_prefix_cache(preempt=preempt)
 
@@ -180,6 +183,9 @@ class RayEngine(Engine):
 
     async def steps(self) -> Sequence[StepStats]:
         return await self._call(self._actor.steps.remote())
+
+    async def metrics(self) -> str:
+        return await self._call(self._actor.metrics.remote())
 
     async def reset_prefix_cache(self, *, preempt: bool = False) -> bool:
         return await self._call(self._actor.reset_prefix_cache.remote(preempt))

@@ -346,6 +346,14 @@ class SimulatedEngine(Engine):
         self._steps.clear()
         return steps
 
+    async def metrics(self) -> str:
+        await self._answer()
+        return (
+            "# HELP vllm:num_requests_running Requests that run.\n"
+            "# TYPE vllm:num_requests_running gauge\n"
+            f'vllm:num_requests_running{{model_name="simulated"}} {len(self._running)}\n'
+        )
+
     async def reset_prefix_cache(self, *, preempt: bool = False) -> bool:
         await self._control("reset")
         if self.faults.refuse_resets:

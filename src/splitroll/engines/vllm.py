@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from prometheus_client import generate_latest
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.weight_transfer.base import (
@@ -26,6 +27,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from splitroll.engines.arguments import EngineArguments
 from splitroll.engines.process import WEIGHT_TRANSFER
@@ -220,6 +222,9 @@ class VllmEngine:
             core = self._llm.engine_core
             rows = await self._answer(core.call_utility_async("splitroll_steps"))
         return [StepStats(*row) for row in rows]
+
+    async def metrics(self) -> str:
+        return generate_latest(get_prometheus_registry()).decode()
 
     async def reset_prefix_cache(self, *, preempt: bool = False) -> bool:
         with self._engine_errors():

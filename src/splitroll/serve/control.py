@@ -6,10 +6,11 @@ import asyncio
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from splitroll.errors import ConfigError
 from splitroll.rollout import Rollout
+from splitroll.serve.metrics import CONTENT_TYPE, Metrics
 
 if TYPE_CHECKING:
     from splitroll.serve.core import FleetCore, FrontEnd
@@ -18,13 +19,18 @@ if TYPE_CHECKING:
 def control_router(rollout: Rollout, core: FleetCore, client: FrontEnd) -> APIRouter:
     """Return the control endpoints of a fleet."""
     router = APIRouter()
-    fleet = rollout.fleet
+    fleet, told = rollout.fleet, Metrics(rollout)
 
     @router.get("/health")
     async def health() -> JSONResponse:
         """Whether any engine serves."""
         engines = {name: member.state.value for name, member in fleet.members.items()}
         return JSONResponse({"engines": engines}, status_code=200 if fleet.ready() else 503)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' series of the fleet, and of its engines."""
+        return Response(await told.text(), media_type=CONTENT_TYPE)
 
     @router.get("/get_world_size")
     async def get_world_size(include_dp: bool = True) -> dict[str, int]:

@@ -29,6 +29,7 @@ ROUTES: Mapping[str, Mapping[str, Access]] = {
     "/tokenize": {"POST": Access.READ},
     "/detokenize": {"POST": Access.READ},
     "/openapi.json": {"GET": Access.READ},
+    "/metrics": {"GET": Access.READ},
     "/server_info": {"GET": Access.READ},
     "/get_world_size": {"GET": Access.READ},
     "/is_paused": {"GET": Access.READ},
