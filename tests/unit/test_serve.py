@@ -35,6 +35,10 @@ ADAPTIVE = ("dispatch.policy=adaptive", "dispatch.roles=elastic")
 SLOW = LatencyModel(step_s=0.004)
 
 
+def ids(count: int) -> list[int]:
+    return [5 + 7 * i % 3000 for i in range(count)]
+
+
 @dataclass
 class Front:
     """A service over a simulated fleet, and a client of it."""
@@ -126,6 +130,43 @@ async def test_one_by_one_samples_of_a_prompt_are_siblings(tiny_model: Path) -> 
         counters = await door.system.fleet.counters()
         # Once on every engine at most, and what fills no block.
         assert sum(c.computed_tokens for c in counters.values()) <= 3 * 40 + 3 * 8
+
+
+async def test_a_sibling_waits_for_kv_and_not_for_an_end(tiny_model: Path) -> None:
+    async with front(tiny_model, latency=SLOW) as door:
+        long = asyncio.create_task(door.complete(max_tokens=500))
+        await asyncio.sleep(0)
+        short = await asyncio.wait_for(door.complete(max_tokens=2), 5)
+        assert short["usage"]["completion_tokens"] == 2
+        assert not long.done()
+        await long
+
+
+async def test_a_session_stays_with_its_kv(tiny_model: Path) -> None:
+    async with front(tiny_model) as door:
+        prompt, engines = ids(64), set()
+        door.system.dispatcher.on_sample(lambda sample: engines.add(sample.route.decode))
+        for _ in range(4):
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "return_token_ids": True}
+            headers = {"x-session-id": "s1"}
+            answer = await door.client.post("/v1/completions", json=body, headers=headers)
+            prompt = prompt + answer.json()["choices"][0]["token_ids"] + ids(20)
+        assert len(engines) == 1
+        counters = await door.system.fleet.counters()
+        assert sum(c.cache_hit_tokens for c in counters.values()) >= 64 + 64 + 96
+
+
+async def test_a_client_may_ask_for_a_weight_version(tiny_model: Path) -> None:
+    async with front(tiny_model) as door:
+        body = {"model": "tiny", "prompt": [5], "max_tokens": 1}
+        for asked, status in (("0", 200), ("1", 409), ("new", 400)):
+            headers = {"x-weight-version": asked}
+            answer = await door.client.post("/v1/completions", json=body, headers=headers)
+            assert answer.status_code == status
+        door.system.fleet.weight_version = 1
+        headers = {"x-weight-version": "1"}
+        answer = await door.client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
 
 
 async def test_a_stream_is_the_answer_in_pieces(tiny_model: Path) -> None:

@@ -53,7 +53,11 @@ class StockServer:
 
 @contextlib.asynccontextmanager
 async def stock_servers(
-    config: Config, facts: ModelFacts, cores: Sequence[int], logs: Path
+    config: Config,
+    facts: ModelFacts,
+    cores: Sequence[int],
+    logs: Path,
+    extra: Sequence[str] = (),
 ) -> AsyncGenerator[tuple[StockServer, ...], None]:
     """Run a server for every engine of a configuration, one core each where there are enough.
 
@@ -62,6 +66,7 @@ async def stock_servers(
 
     Args:
         logs: folder for one log file per server.
+        extra: further arguments of each.
 
     Raises:
         FleetError: when a server does not start, with the last lines of its log.
@@ -72,7 +77,7 @@ async def stock_servers(
         commands = [
             Command(
                 name=f"stock {plan.name}",
-                argv=server_argv(plan, facts.name, port),
+                argv=[*server_argv(plan, facts.name, port), *extra],
                 ready_url=f"{url}/health",
                 log=logs / f"{plan.name}.log",
                 env=plan.env,

@@ -566,6 +566,7 @@ class Dispatcher:
                 self.allocator.books.end_prefill(ticket, self._clock())
             if source.crossing is not None:
                 self.barrier.arrived(source.crossing)
+            progress.listener.on_kv()
 
         def came(request: DecodeRequest, tokens: Tokens) -> None:
             index = indices[request.request_id]

@@ -45,6 +45,7 @@ class Listener:
     """Who follows the samples of a group while they are generated; see `Dispatcher.run`.
 
     Attributes:
+        on_kv: called when KV of the prompt is on an engine that decodes.
         on_tokens: called with a sample's index and its next tokens, each once and in order.
         on_end: called with a sample's index, the sample, and the stop token or string that ended
             it.
@@ -52,6 +53,7 @@ class Listener:
         running: requests that engines have now: the engine, and the sample's index.
     """
 
+    on_kv: Callable[[], None] = lambda: None
     on_tokens: Callable[[int, Tokens], None] = lambda index, tokens: None
     on_end: Callable[[int, Sample, int | str | None], None] = lambda index, sample, reason: None
     dropped: set[int] = field(default_factory=set)

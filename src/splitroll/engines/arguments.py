@@ -95,7 +95,11 @@ def front_end_arguments(config: Config, facts: ModelFacts, *, on_cpu: bool) -> E
     """Return how to set up vLLM's front end, which computes nothing, over the decode engines."""
     role = Role.DECODE if config.disaggregation.enabled else Role.BOTH
     vllm = {**_COMMON, **(_CPU if on_cpu else {}), **config.engine, **_role_section(config, role)}
-    env = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     return EngineArguments("front", role, {**vllm, "model": facts.path}, env, ())
 
 

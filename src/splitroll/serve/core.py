@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 from collections.abc import Iterator, Sequence
@@ -85,8 +86,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._arrived: list[EngineCoreRequest] = []
         self._places: dict[str, tuple[_Siblings, int]] = {}
-        self._first: dict[tuple[Any, ...], asyncio.Event] = {}
-        """Of prompts whose first sample has no token yet: those that come meanwhile wait for it."""
+        self._leading: dict[tuple[Any, ...], asyncio.Event] = {}
+        """By prompt, whether the KV of its first samples is there: others wait for it."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._sessions: set[str] = set()
 
@@ -165,22 +166,20 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
 
     async def _generate(self, siblings: _Siblings, key: tuple[Any, ...]) -> None:
         prompt = key[:2]
+        listener = siblings.listener
+        listener.on_tokens = functools.partial(self._pass_on, siblings)
+        listener.on_end = functools.partial(self._end, siblings)
         try:
             await self._wait_for_leader(prompt)
-            first = self._first.setdefault(prompt, asyncio.Event())
+            leads = self._leading.setdefault(prompt, asyncio.Event())
+            listener.on_kv = leads.set
             try:
                 work = self._work(siblings.requests)
-                siblings.listener.on_tokens = lambda i, tokens: self._pass_on(
-                    siblings, i, tokens, first
-                )
-                siblings.listener.on_end = lambda i, sample, reason: self._end(
-                    siblings, i, sample, reason
-                )
-                await self._rollout.dispatcher.run(work, listener=siblings.listener)
+                await self._rollout.dispatcher.run(work, listener=listener)
             finally:
-                first.set()
-                if self._first.get(prompt) is first:
-                    del self._first[prompt]
+                leads.set()
+                if self._leading.get(prompt) is leads:
+                    del self._leading[prompt]
         except SplitrollError as exc:
             log.warning("%s: %s", siblings.requests[0].external_req_id, exc)
             self._fail(siblings)
@@ -192,8 +191,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
             self._fail(siblings)
 
     async def _wait_for_leader(self, prompt: tuple[Any, ...]) -> None:
-        """Wait until a sample of the same prompt that came before has its KV somewhere."""
-        if (leader := self._first.get(prompt)) is not None:
+        """Wait until samples of the same prompt that came before have its KV."""
+        if (leader := self._leading.get(prompt)) is not None:
             limit_s = self._rollout.config.limits.prefill_timeout_s
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(leader.wait(), limit_s)
@@ -224,10 +223,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
 
     # From tokens to outputs.
 
-    def _pass_on(
-        self, siblings: _Siblings, index: int, tokens: Tokens, first: asyncio.Event
-    ) -> None:
-        first.set()
+    def _pass_on(self, siblings: _Siblings, index: int, tokens: Tokens) -> None:
         if (before := siblings.held.pop(index, None)) is not None:
             self._put(siblings, index, before)
         if tokens.last:

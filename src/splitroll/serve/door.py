@@ -47,6 +47,7 @@ class Door:
 
     Args:
         is_full: whether the service has as much to do as it takes.
+        version: the weight version that serves.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class Door:
         *,
         max_body_bytes: int,
         is_full: Callable[[], bool] = lambda: False,
+        version: Callable[[], int] = lambda: 0,
     ) -> None:
         self._app = app
         self._keys = keys
         self._max_body_bytes = max_body_bytes
         self._is_full = is_full
+        self._version = version
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -114,10 +117,25 @@ class Door:
             message = "too many requests wait; try again later"
             headers = {"retry-after": str(_RETRY_AFTER_S)}
             raise Refused(429, "RateLimitError", message, **headers)
+        self._check_version(scope)
         body = await self._read(scope, receive)
         for name in _forbidden(body):
             raise Refused(400, "BadRequestError", f"{name} is not a client's to set: leave it out")
         return _again(body, receive)
+
+    def _check_version(self, scope: Message) -> None:
+        """See that the weights are as new as the client asks for."""
+        asked = dict(scope["headers"]).get(b"x-weight-version")
+        if asked is None:
+            return
+        if not asked.isdigit():
+            message = "x-weight-version is not a whole number"
+            raise Refused(400, "BadRequestError", message)
+        if int(asked) > self._version():
+            message = (
+                f"weight version {int(asked)} is asked for; the fleet serves {self._version()}"
+            )
+            raise Refused(409, "ConflictError", message)
 
     async def _read(self, scope: Message, receive: Receive) -> bytes:
         """Return a request's body, no longer than allowed."""

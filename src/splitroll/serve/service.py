@@ -72,7 +72,8 @@ async def open_service(rollout: Rollout, keys: Keys) -> AsyncGenerator[App, None
     section = rollout.config.serve
     on_cpu = not any(member.spec.gpus for member in rollout.fleet.members.values())
     arguments = front_end_arguments(rollout.config, rollout.facts, on_cpu=on_cpu)
-    os.environ.update(arguments.env)  # vLLM reads it when it is imported
+    for name, value in arguments.env.items():  # vLLM reads it when it is imported
+        os.environ.setdefault(name, value)
     from splitroll.serve.core import FleetCore, FrontEnd
     from splitroll.serve.vllm_app import vllm_app
 
@@ -89,6 +90,7 @@ async def open_service(rollout: Rollout, keys: Keys) -> AsyncGenerator[App, None
             keys,
             max_body_bytes=section.max_body_bytes,
             is_full=lambda: client.is_full,
+            version=lambda: rollout.fleet.weight_version,
         )
     finally:
         client.shutdown()
