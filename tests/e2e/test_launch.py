@@ -17,6 +17,7 @@ import pytest
 from splitroll import BlockingRollout, Rollout, SamplingParams
 from splitroll.engines.arguments import KvTransfer
 from splitroll.errors import EngineStartError, ProofError
+from splitroll.ports import fleet_ports
 from splitroll.types import Group
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
@@ -108,22 +109,13 @@ def test_engines_run_at_our_own_priority(split_rollout: Rollout) -> None:
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {ours}
 
 
-def test_engines_listen_on_loopback_only(split_rollout: Rollout) -> None:
-    """NIXL's side channel and UCX's own listeners; Ray's are Ray's."""
-    cores = [engine.info.pids[1] for engine in split_rollout.fleet.ready()]
-    sockets = set()
-    for pid in cores:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            target = os.readlink(link) if link.is_symlink() else ""
-            sockets.add(target.removeprefix("socket:[").removesuffix("]"))
-    listening = []
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in sockets:
-                listening.append(fields[1].split(":")[0])
-    assert len(listening) >= len(cores)
-    assert set(listening) == {"0100007F"}
+def test_all_listens_on_loopback_and_is_known(split_rollout: Rollout) -> None:
+    infos = [engine.info for engine in split_rollout.fleet.ready()]
+    ports = fleet_ports(infos)
+    assert [port for port in ports if not port.is_loopback] == []
+    assert [port for port in ports if "unknown" in port.purpose] == []
+    purposes = {port.purpose for port in ports}
+    assert {f"{info.name}: its KV connector's side channel" for info in infos} <= purposes
 
 
 FLEET_SCRIPT = """
@@ -214,6 +206,7 @@ from splitroll.config import load_config
 from splitroll.engines.arguments import engine_arguments
 from splitroll.engines.ray_engine import actor_options
 from splitroll.model import ModelFacts
+from splitroll.ports import fleet_ports
 from splitroll.placement import actor_name, place
 
 class Reporter:

@@ -61,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="push the model's own weights back, compare every checksum, prove again",
     )
+    check.add_argument(
+        "--ports", action="store_true", help="list every port that the fleet listens on, and why"
+    )
     config = commands.add_parser("config", help="check and print the resolved configuration")
     _add_config(config)
     serve = commands.add_parser("serve", help="put the fleet behind vLLM's HTTP API")

@@ -17,10 +17,12 @@ from splitroll.cli.display import Display
 from splitroll.config import load_config
 from splitroll.errors import ConfigError, ProofError, SplitrollError
 from splitroll.fleet.prove import PairProof
+from splitroll.ports import fleet_ports
 from splitroll.rollout import Rollout
 from splitroll.weight_proof import prove_weights
 
 _WEIGHT_COLUMNS = ("version", "engines", "parameters", "mbytes", "total_s", "max_logprob_gap")
+_PORT_COLUMNS = ("address", "port", "loopback", "purpose")
 
 
 async def run(args: argparse.Namespace) -> int:
@@ -34,6 +36,9 @@ async def run(args: argparse.Namespace) -> int:
             async with Rollout.open(config, on_state=display.engines) as rollout:
                 report["engines"] = [_engine(engine.info) for engine in rollout.fleet.ready()]
                 report["pairs"] = [proof.to_json() for proof in rollout.fleet.proofs]
+                if args.ports:
+                    infos = [engine.info for engine in rollout.fleet.ready()]
+                    report["ports"] = [port.to_json() for port in fleet_ports(infos)]
                 if args.weights:
                     report["weights"] = (await prove_weights(rollout)).to_json()
         report["ok"] = True
@@ -84,6 +89,8 @@ def _print(console: Console, report: dict[str, Any]) -> None:
         console.print(
             _table("KV handoff, proven against local generation", report["pairs"], columns)
         )
+    if "ports" in report:
+        console.print(_table("listening ports", report["ports"], _PORT_COLUMNS))
     if "weights" in report:
         console.print(_table("weights, pushed and compared", [report["weights"]], _WEIGHT_COLUMNS))
     elif report["ok"] and not report["pairs"]:

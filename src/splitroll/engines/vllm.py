@@ -224,7 +224,7 @@ class VllmEngine:
         return [StepStats(*row) for row in rows]
 
     async def metrics(self) -> str:
-        return generate_latest(get_prometheus_registry()).decode()
+        return str(generate_latest(get_prometheus_registry()), "utf-8")
 
     async def reset_prefix_cache(self, *, preempt: bool = False) -> bool:
         with self._engine_errors():

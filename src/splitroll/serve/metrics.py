@@ -36,7 +36,7 @@ class _Seen:
 
 
 @dataclass(slots=True, eq=False)
-class Metrics(Collector):
+class Metrics(Collector):  # type: ignore[misc]
     """Collects from a running rollout; see docs/serve.md for the series."""
 
     rollout: Rollout
