@@ -113,7 +113,7 @@ class Rollout:
         self._handoff = handoff
         self.last_update: UpdateReport | None = None
         self._updater = updater
-        self._tokenizer = Tokenizer(facts.path)
+        self.tokenizer = Tokenizer(facts.path)
         self._max_model_len = max_model_len(config, facts)
 
     @classmethod
@@ -313,7 +313,7 @@ class Rollout:
             prompts,
             n=n,
             sampling=sampling,
-            tokenizer=self._tokenizer,
+            tokenizer=self.tokenizer,
             max_model_len=self._max_model_len,
             vocab_size=self.facts.vocab_size,
         )
@@ -439,7 +439,7 @@ class Rollout:
             run_episodes,
             self.dispatcher.run,
             environment=environment,
-            encode=encode or self._tokenizer.encode_part,
+            encode=encode or self.tokenizer.encode_part,
             limits=EpisodeLimits(
                 timeout_s=self.config.limits.environment_timeout_s,
                 vocab_size=self.facts.vocab_size,
@@ -458,7 +458,7 @@ class Rollout:
         if work.sampling.stop or (work.sampling.max_tokens <= segment and not work.begun):
             return group
         samples = tuple(
-            replace(sample, text=self._tokenizer.decode(sample.token_ids))
+            replace(sample, text=self.tokenizer.decode(sample.token_ids))
             if len(sample.token_ids) > segment or sample.sample in work.begun
             else sample
             for sample in group.samples

@@ -338,14 +338,16 @@ async def test_too_much_is_told_so(tiny_model: Path) -> None:
 
 async def test_keys_open_what_they_are_for(tiny_model: Path) -> None:
     async with front(tiny_model, keys=Keys("api", "admin")) as door:
-        for path, methods in ROUTES.items():
+        for route, methods in ROUTES.items():
+            path = f"{route}1" if route.endswith("/") else route
+            params = {"once": True} if route == "/dashboard/events" else None
             for method, access in methods.items():
                 statuses = {}
                 for key in ("", "api", "admin", "other"):
                     headers = {"Authorization": f"Bearer {key}"} if key else {}
                     content = b"{}" if method == "POST" else None
                     answer = await door.client.request(
-                        method, path, headers=headers, content=content
+                        method, path, headers=headers, content=content, params=params
                     )
                     statuses[key] = answer.status_code != 401
                 expected = {
@@ -389,6 +391,37 @@ async def test_a_fleet_that_fails_answers_with_an_error(tiny_model: Path) -> Non
             faults.fail_decodes = 0
         assert (await door.complete())["choices"]
         await door.assert_idle()
+
+
+async def test_the_dashboards_events_tell_engines_and_samples(chat_model: Path) -> None:
+    async with front(chat_model, "dispatch.policy=static") as door:
+        page = await door.client.get("/dashboard")
+        assert page.headers["content-type"].startswith("text/html")
+        assert "http://" not in page.text
+        assert "https://" not in page.text, "it works without a network"
+        await door.complete(prompt="w5 w6", n=2, temperature=1)
+        answer = await door.client.get("/dashboard/events", params={"once": True})
+        event = json.loads(answer.text.removeprefix("data: "))
+        assert [engine["name"] for engine in event["engines"]] == [
+            "prefill-0",
+            "decode-0",
+            "decode-1",
+        ]
+        assert event["routes"] == {"split": 1, "shared": 1}
+        assert [one["number"] for one in event["samples"]] == [1, 2]
+        led = next(one for one in event["samples"] if one["route"] == "split")
+        assert [span[:2] for span in led["spans"]] == [
+            ["prefill-0", "prefill"],
+            [led["decode"], "transfer"],
+            [led["decode"], "decode"],
+        ]
+        for span in led["spans"]:
+            assert span[2] <= span[3] <= event["now"]
+        whole = (await door.client.get("/dashboard/samples/2")).json()
+        assert whole["prompt"] == "w5w6"
+        assert whole["text"].count("w") == 6
+        assert whole["why"] == {"policy": "static"}
+        assert (await door.client.get("/dashboard/samples/3")).status_code == 404
 
 
 async def test_metrics_tell_what_was_done_and_by_whom(tiny_model: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from dataclasses import dataclass
 from typing import Any
 
-from splitroll.serve.routes import ROUTES, Access
+from splitroll.serve.routes import Access, methods_of
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -93,7 +93,7 @@ class Door:
     def _check(self, scope: Message) -> Access:
         """Return what a request needs, having seen that it has it."""
         path, method = scope["path"], scope["method"]
-        methods = ROUTES.get(path)
+        methods = methods_of(path)
         if methods is None:
             raise Refused(404, "NotFoundError", f"there is no {path} here")
         access = methods.get("GET" if method == "HEAD" else method)

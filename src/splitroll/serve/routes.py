@@ -30,6 +30,9 @@ ROUTES: Mapping[str, Mapping[str, Access]] = {
     "/detokenize": {"POST": Access.READ},
     "/openapi.json": {"GET": Access.READ},
     "/metrics": {"GET": Access.READ},
+    "/dashboard": {"GET": Access.OPEN},
+    "/dashboard/events": {"GET": Access.READ},
+    "/dashboard/samples/": {"GET": Access.READ},
     "/server_info": {"GET": Access.READ},
     "/get_world_size": {"GET": Access.READ},
     "/is_paused": {"GET": Access.READ},
@@ -39,4 +42,11 @@ ROUTES: Mapping[str, Mapping[str, Access]] = {
     "/abort_requests": {"POST": Access.ADMIN},
     "/reset_prefix_cache": {"POST": Access.ADMIN},
 }
-"""By path and method; whatever is not here does not exist."""
+"""By path and method; whatever is not here does not exist. Of a path that ends with a slash, all
+paths that begin so."""
+
+
+def methods_of(path: str) -> Mapping[str, Access] | None:
+    """Return what may be asked of a path, by method; None where there is nothing."""
+    folder = path[: path.rfind("/") + 1]
+    return ROUTES.get(path) or (ROUTES.get(folder) if folder != path else None)

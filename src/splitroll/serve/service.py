@@ -17,6 +17,7 @@ from splitroll.engines.arguments import front_end_arguments
 from splitroll.errors import ConfigError, Problem
 from splitroll.rollout import Rollout
 from splitroll.serve.control import control_router
+from splitroll.serve.dashboard import dashboard_router
 from splitroll.serve.door import App, Door, Keys
 
 API_KEY, ADMIN_KEY = "SPLITROLL_API_KEY", "SPLITROLL_ADMIN_KEY"
@@ -84,6 +85,7 @@ async def open_service(rollout: Rollout, keys: Keys) -> AsyncGenerator[App, None
         await app.attach(client)
         service = FastAPI(title="splitroll", docs_url=None, redoc_url=None)
         service.include_router(control_router(rollout, core, client))
+        service.include_router(dashboard_router(rollout))
         service.mount("/", app.app)  # the door lets in what the routes name
         yield Door(
             service,
