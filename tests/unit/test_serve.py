@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -450,6 +451,9 @@ async def test_metrics_tell_what_was_done_and_by_whom(tiny_model: Path) -> None:
         assert values["splitroll_engine_state", "decode-1", "ready"] == 1
         assert values["splitroll_weight_version",] == 0
         assert values["splitroll_engine_open_handles", "prefill", "prefill-0"] == 0
+        grafana = (Path(__file__).parents[2] / "docs/grafana.json").read_text()
+        names = {key[0] for key in values} | {"splitroll_weight_update_seconds"}
+        assert set(re.findall(r"splitroll_\w+", grafana)) <= names
         own = ("vllm:num_requests_running", "decode", "decode-0", "simulated")
         assert values[own] == 0, "vLLM's own series have their engine and its role"
 

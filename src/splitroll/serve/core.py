@@ -13,6 +13,7 @@ import contextlib
 import functools
 import logging
 import random
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 _AT_THE_END = 2**31
 """Tokens between two events of a request whose answer comes in one piece."""
+_SESSIONS = 100_000
 _FINISH = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -89,7 +91,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
         self._leading: dict[tuple[Any, ...], asyncio.Event] = {}
         """By prompt, whether the KV of its first samples is there: others wait for it."""
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._sessions: set[str] = set()
+        self._sessions: OrderedDict[str, None] = OrderedDict()
 
     # What vLLM's front end calls.
 
@@ -203,9 +205,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
         seeds = [r.sampling_params.seed for r in requests]
         greedy = params.temperature == 0.0
         session = first.session_id
-        continues = session is not None and session in self._sessions
-        if session is not None:
-            self._sessions.add(session)
+        continues = session is not None and self._has_begun(session)
         native, plain = _encoded(params)
         streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
         return GroupWork(
@@ -220,6 +220,15 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
             local=params.prompt_logprobs is not None,
             cache_salt=first.cache_salt,
         )
+
+    def _has_begun(self, session: str) -> bool:
+        """Return whether a session had a turn before, of those that are remembered."""
+        before = session in self._sessions
+        self._sessions[session] = None
+        self._sessions.move_to_end(session)
+        while len(self._sessions) > _SESSIONS:
+            self._sessions.popitem(last=False)
+        return before
 
     # From tokens to outputs.
 

@@ -18,7 +18,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from splitroll.engines.protocol import Engine, EngineLoad
 from splitroll.errors import SplitrollError
 from splitroll.rollout import Rollout
-from splitroll.types import Sample
+from splitroll.types import RouteKind, Sample
 
 _KEPT = 2000
 """Samples that can be looked at."""
@@ -40,6 +40,12 @@ class Seen:
         begun_s = self.end_s - timing.decode_s
         arrived_s = begun_s - timing.transfer_s
         route = sample.route
+        spans: list[list[Any]] = [
+            [route.last, "transfer", arrived_s, begun_s],
+            [route.last, "decode", begun_s, self.end_s],
+        ]
+        if route.kind is not RouteKind.SHARED:  # its leader's is drawn
+            spans.insert(0, [route.prefill, "prefill", arrived_s - timing.prefill_s, arrived_s])
         return {
             "number": self.number,
             "id": sample.id,
@@ -56,11 +62,7 @@ class Seen:
             "prefill_s": timing.prefill_s,
             "transfer_s": timing.transfer_s,
             "decode_s": timing.decode_s,
-            "spans": [
-                [route.prefill, "prefill", arrived_s - timing.prefill_s, arrived_s],
-                [route.last, "transfer", arrived_s, begun_s],
-                [route.last, "decode", begun_s, self.end_s],
-            ],
+            "spans": spans,
         }
 
 
