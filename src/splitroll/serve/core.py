@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import msgspec
 import numpy as np
@@ -147,10 +146,6 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
         """Return when nothing of the front door's runs any more."""
         self.shutdown()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    @property
-    def unfinished(self) -> int:
-        return len(self._places) + len(self._arrived)
 
     # From requests to groups.
 
@@ -316,8 +311,12 @@ def _core_made_by(core: FleetCore) -> Iterator[None]:
     def make(**arguments: Any) -> FleetCore:
         return core
 
-    with mock.patch.object(EngineCoreClient, "make_async_mp_client", staticmethod(make)):
+    own = EngineCoreClient.make_async_mp_client
+    EngineCoreClient.make_async_mp_client = staticmethod(make)
+    try:
         yield
+    finally:
+        EngineCoreClient.make_async_mp_client = staticmethod(own)
 
 
 def version_name(version: int) -> str:

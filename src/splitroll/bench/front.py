@@ -1,0 +1,133 @@
+"""What the front door adds to a request, against a plain vLLM server with the same arguments:
+
+    python -m splitroll.bench.front --rounds 5
+
+Both have one engine on the same core, and are asked in turn, one request at a time and 32 at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from splitroll.bench.stock_servers import stock_servers
+from splitroll.config import load_checked
+from splitroll.rollout import Rollout
+from splitroll.serve.door import Keys
+from splitroll.serve.service import listen, open_service, serve
+
+CONCURRENCIES = (1, 32)
+_REQUESTS = {1: 24, 32: 160}
+_PROMPT_TOKENS, _TOKENS = 64, 16
+_OVERRIDES = ("disaggregation.enabled=false", "colocated.replicas=1", "serve.port=0")
+
+
+async def measure(
+    source: str | None, overrides: Sequence[str], rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Return, by concurrency, seconds per request of both and what the front door adds."""
+    config, facts = load_checked(source, [*_OVERRIDES, *overrides])
+    core = sorted(os.sched_getaffinity(0))[:1]
+    taken: dict[tuple[str, int], list[list[float]]] = {}
+    stopped = asyncio.Event()
+    with tempfile.TemporaryDirectory(prefix="splitroll-front-") as logs, listen(config) as sock:
+        async with (
+            stock_servers(config, facts, core, Path(logs)) as (plain,),
+            Rollout.open(config) as rollout,
+            open_service(rollout, Keys()) as app,
+        ):
+            serving = asyncio.create_task(serve(app, sock, stopped))
+            try:
+                urls = {
+                    "front": f"http://127.0.0.1:{sock.getsockname()[1]}",
+                    "plain": plain.url,
+                }
+                for index in range(rounds + 1):
+                    for concurrency in CONCURRENCIES:
+                        for name in sorted(urls, reverse=bool(index % 2)):
+                            seconds = await _ask(
+                                urls[name], facts.name, concurrency, _seed(index, name)
+                            )
+                            if index:  # the first round warms up
+                                taken.setdefault((name, concurrency), []).append(seconds)
+            finally:
+                stopped.set()
+                await serving
+    return {str(c): _compare(taken["front", c], taken["plain", c]) for c in CONCURRENCIES}
+
+
+def _seed(index: int, name: str) -> int:
+    return 2 * index + (name == "front")
+
+
+async def _ask(url: str, model: str, concurrency: int, seed: int) -> list[float]:
+    """Return how long each of some requests took, with prompts that nobody has seen."""
+    taken: list[float] = []
+    limits = httpx.Limits(max_connections=concurrency)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        seats = asyncio.Semaphore(concurrency)
+
+        async def one(i: int) -> None:
+            start = 10_007 * seed + 131 * i + 17 * concurrency
+            body = {
+                "model": model,
+                "prompt": [100 + (start + 7 * j) % 3900 for j in range(_PROMPT_TOKENS)],
+                "max_tokens": _TOKENS,
+                "ignore_eos": True,
+                "temperature": 0,
+            }
+            async with seats:
+                begun = time.perf_counter()
+                answer = await client.post("/v1/completions", json=body)
+                taken.append(time.perf_counter() - begun)
+            answer.raise_for_status()
+
+        await asyncio.gather(*(one(i) for i in range(_REQUESTS[concurrency])))
+    return taken
+
+
+def _compare(front: list[list[float]], plain: list[list[float]]) -> dict[str, Any]:
+    """Return medians over rounds of each round's median and 99th percentile, in milliseconds."""
+    found: dict[str, Any] = {}
+    for name, share in (("median", 0.5), ("p99", 0.99)):
+        ours = [_quantile(one, share) for one in front]
+        theirs = [_quantile(one, share) for one in plain]
+        added = [a - b for a, b in zip(ours, theirs, strict=True)]
+        found[name] = {
+            "front_ms": round(1e3 * statistics.median(ours), 1),
+            "plain_ms": round(1e3 * statistics.median(theirs), 1),
+            "added_ms": round(1e3 * statistics.median(added), 1),
+            "added_ms_of_rounds": [round(1e3 * value, 1) for value in added],
+        }
+    return found
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", metavar="FILE")
+    parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="PATH=VALUE")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    found = asyncio.run(measure(args.config, args.overrides, args.rounds))
+    json.dump(found, sys.stdout, indent=1)
+    sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    main()
