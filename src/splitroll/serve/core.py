@@ -14,7 +14,7 @@ import functools
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -24,11 +24,13 @@ import msgspec
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from splitroll.dispatch.assembly import GroupWork
@@ -61,6 +63,10 @@ _PLAIN = (
 """What vLLM's sampling parameters and ours both have."""
 
 
+_Key = tuple[Any, ...]
+"""What siblings have in common, first their prompt: its tokens and its cache's salt."""
+
+
 @dataclass(slots=True, eq=False)
 class _Siblings:
     """Requests for samples of one prompt that came together.
@@ -85,7 +91,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
         self.resources = SimpleNamespace(engine_dead=False)
         self._rollout = rollout
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
-        self._arrived: list[EngineCoreRequest] = []
+        self._arrived: list[tuple[_Key, EngineCoreRequest]] = []
         self._places: dict[str, tuple[_Siblings, int]] = {}
         self._leading: dict[tuple[Any, ...], asyncio.Event] = {}
         """By prompt, whether the KV of its first samples is there: others wait for it."""
@@ -98,11 +104,18 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
         return ("generate",)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Take a request.
+
+        Raises:
+            VLLMValidationError: when it asks for what a fleet cannot do.
+        """
         if request.abort_immediately:
             return  # it tells a KV connector of a request that was refused; none has one here
+        _check(request)
+        key = _group_key(request)
         if not self._arrived:
             asyncio.get_running_loop().call_soon(self._start_arrived)
-        self._arrived.append(request)
+        self._arrived.append((key, request))
 
     async def get_output_async(self) -> EngineCoreOutputs:
         return await self._outputs.get()
@@ -112,7 +125,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
         for request_id in request_ids:
             found = self._places.pop(request_id, None)
             if found is None:
-                self._arrived = [r for r in self._arrived if r.request_id != request_id]
+                self._arrived = [one for one in self._arrived if one[1].request_id != request_id]
                 continue
             siblings, index = found
             siblings.open.discard(index)
@@ -152,16 +165,16 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
     def _start_arrived(self) -> None:
         """Make groups of what came in one turn of the loop: the n of one request, at least."""
         arrived, self._arrived = self._arrived, []
-        groups: dict[tuple[Any, ...], list[EngineCoreRequest]] = {}
-        for request in arrived:
-            groups.setdefault(_group_key(request), []).append(request)
+        groups: dict[_Key, list[EngineCoreRequest]] = {}
+        for key, request in arrived:
+            groups.setdefault(key, []).append(request)
         for key, requests in groups.items():
             siblings = _Siblings(requests, open=set(range(len(requests))))
             for index, request in enumerate(requests):
                 self._places[request.request_id] = siblings, index
             siblings.task = self._spawn(self._generate(siblings, key))
 
-    async def _generate(self, siblings: _Siblings, key: tuple[Any, ...]) -> None:
+    async def _generate(self, siblings: _Siblings, key: _Key) -> None:
         prompt = key[:2]
         listener = siblings.listener
         listener.on_tokens = functools.partial(self._pass_on, siblings)
@@ -294,6 +307,22 @@ class FrontEnd(AsyncLLM):  # type: ignore[misc]
     def is_full(self) -> bool:
         return bool(self.get_num_unfinished_requests() >= self._max_queued)
 
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        """See AsyncLLM.
+
+        Raises:
+            VLLMValidationError: also for what vLLM finds wrong with a request and takes for a fault
+                of the engine's.
+        """
+        try:
+            async with contextlib.aclosing(super().generate(*args, **kwargs)) as outputs:
+                async for output in outputs:
+                    yield output
+        except EngineGenerateError as exc:
+            if isinstance(exc.__cause__, ValueError | TypeError):
+                raise VLLMValidationError(str(exc.__cause__)) from exc
+            raise
+
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """
         Raises:
@@ -324,7 +353,26 @@ def version_name(version: int) -> str:
     return str(version) if version else "default"
 
 
-def _group_key(request: EngineCoreRequest) -> tuple[Any, ...]:
+def _check(request: EngineCoreRequest) -> None:
+    """
+    Raises:
+        VLLMValidationError: naming what a fleet cannot do.
+    """
+    params = request.sampling_params
+    asked = {
+        "images, audio or video": request.mm_features,
+        "prompt_embeds": request.prompt_embeds is not None,
+        "a LoRA adapter": request.lora_request is not None,
+        "pooling": params is None,
+        "prompt_logprob_token_ids": params and params.prompt_logprob_token_ids is not None,
+        "trace_decode_token_ids": params and params.trace_decode_token_ids is not None,
+    }
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise VLLMValidationError(f"this fleet does not take {what}")
+
+
+def _group_key(request: EngineCoreRequest) -> _Key:
     params = request.sampling_params
     native, _ = _encoded(params)
     streams = params.output_kind is not RequestOutputKind.FINAL_ONLY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 from collections.abc import AsyncGenerator, Mapping
@@ -19,6 +20,7 @@ from splitroll.rollout import Rollout
 from splitroll.serve.control import control_router
 from splitroll.serve.dashboard import dashboard_router
 from splitroll.serve.door import App, Door, Keys
+from splitroll.serve.routes import ROUTES
 
 API_KEY, ADMIN_KEY = "SPLITROLL_API_KEY", "SPLITROLL_ADMIN_KEY"
 """Environment variables: secrets are in no configuration."""
@@ -87,6 +89,7 @@ async def open_service(rollout: Rollout, keys: Keys) -> AsyncGenerator[App, None
         service.include_router(control_router(rollout, core, client))
         service.include_router(dashboard_router(rollout))
         service.mount("/", app.app)  # the door lets in what the routes name
+        service.openapi = functools.partial(_description, service, app.app)  # type: ignore[method-assign]
         yield Door(
             service,
             keys,
@@ -116,6 +119,22 @@ async def serve(app: App, sock: socket.socket, stopped: asyncio.Event) -> None:
         server.should_exit = True
         stopping.cancel()
         await running
+
+
+def _description(service: FastAPI, inner: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI description of what is reachable, vLLM's own parts included."""
+    if service.openapi_schema is None:
+        whole, theirs = FastAPI.openapi(service), inner.openapi()
+        for path, methods in theirs["paths"].items():
+            if path in ROUTES and path not in whole["paths"]:
+                whole["paths"][path] = {
+                    method: one for method, one in methods.items() if method.upper() in ROUTES[path]
+                }
+        schemas = whole.setdefault("components", {}).setdefault("schemas", {})
+        for name, schema in theirs.get("components", {}).get("schemas", {}).items():
+            schemas.setdefault(name, schema)
+        service.openapi_schema = whole
+    return service.openapi_schema
 
 
 class _Server(uvicorn.Server):

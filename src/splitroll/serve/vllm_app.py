@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI
@@ -28,6 +29,8 @@ class VllmApp:
 
     async def attach(self, client: Any) -> None:
         await init_app_state(client, self.app.state, self.args, _TASKS)
+        # What vLLM would end when its engine dies; a fleet brings its engines back.
+        self.app.state.server = SimpleNamespace(should_exit=False)
 
 
 def vllm_app(arguments: Mapping[str, Any], model_name: str) -> tuple[VllmConfig, VllmApp]:
