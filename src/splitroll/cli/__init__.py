@@ -144,7 +144,11 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         help="an alternative: a policy, or router-...; may be repeated (all)",
     )
     parser.add_argument("--rounds", type=int, default=5, help="of each alternative (%(default)s)")
-    parser.add_argument("--out", metavar="DIR", help="write the results and charts there")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="write results and charts there, beside those of other workloads",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 

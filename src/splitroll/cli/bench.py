@@ -54,8 +54,10 @@ async def run(args: argparse.Namespace) -> int:
 
 def _save(folder: Path, course: Course, results: list[dict[str, Any]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "bench.json").write_text(json.dumps({"workloads": results}, indent=1) + "\n")
-    (folder / "makespans.png").write_bytes(makespan_figure(results))
+    file = folder / "bench.json"
+    merged = merge(json.loads(file.read_text())["workloads"] if file.exists() else [], results)
+    file.write_text(json.dumps({"workloads": merged}, indent=1) + "\n")
+    (folder / "makespans.png").write_bytes(makespan_figure(merged))
     shown = {
         name: one.last
         for name, one in course.measured.items()
@@ -64,6 +66,13 @@ def _save(folder: Path, course: Course, results: list[dict[str, Any]]) -> None:
     if shown:
         figure = timeline_figure(course.workload, shown)
         (folder / f"timeline-{course.workload}.png").write_bytes(figure)
+
+
+def merge(earlier: list[dict[str, Any]], results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the newest result of every workload, in their usual order: a comparison of hours can
+    be made in parts."""
+    newest = {one["workload"]: one for one in [*earlier, *results]}
+    return [newest[name] for name in WORKLOADS if name in newest]
 
 
 def _chosen(flag: str, asked: list[str], known: tuple[str, ...]) -> list[str]:
