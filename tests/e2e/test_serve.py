@@ -312,6 +312,29 @@ async def test_the_openai_client(door: httpx.AsyncClient) -> None:
             await client.completions.create(model="another", prompt="w5", max_tokens=5)
 
 
+async def test_trls_own_client(rollout: Rollout, door: httpx.AsyncClient) -> None:
+    def use() -> tuple[Any, ...]:
+        from trl.generation.vllm_client import VLLMClient
+
+        client = VLLMClient(base_url=str(door.base_url).rstrip("/"), connection_timeout=20)
+        asked = [ids(30, 50), ids(45, 51)]
+        made = client.generate(asked, n=3, temperature=1.0, max_tokens=6, logprobs=0)
+        scored = client.get_sequence_logprobs(
+            [asked[0] + made["completion_ids"][0]], [len(asked[0])], top_logprobs=20
+        )
+        said = client.chat([chat("w5 w6"), chat("w7")], n=2, max_tokens=4)
+        return asked, made, scored, said, client.get_world_size(), client.get_server_info()
+
+    asked, made, scored, said, world_size, info = await asyncio.to_thread(use)
+    assert made["prompt_ids"] in (asked, [prompt for prompt in asked for _ in range(3)])
+    assert [len(tokens) for tokens in made["completion_ids"]] == [6] * 6
+    assert all(len(values) == 6 for values in made["logprobs"])
+    assert [token for (token,) in scored["actual_token_ids"][0]] == made["completion_ids"][0]
+    assert len(said["completion_ids"]) == 4
+    assert world_size == len(rollout.fleet.ready())
+    assert info["vllm_config"]["weight_transfer_config"] is not None
+
+
 async def test_clients_that_go_away_leave_no_block_held(
     rollout: Rollout, door: httpx.AsyncClient
 ) -> None:
