@@ -479,6 +479,15 @@ async def test_a_users_error_is_a_users_error(
         assert (await door.client.get("/health")).status_code == 200
 
 
+async def test_a_stream_never_begins_with_an_error(tiny_model: Path) -> None:
+    async with front(tiny_model) as door:
+        body = {"model": "tiny", "prompt": [99999], "stream": True}
+        answer = await door.post("/v1/completions", **body)
+        assert answer.status_code == 400
+        assert answer.headers["content-type"] == "application/json"
+        assert "vocabulary" in answer.json()["error"]["message"]
+
+
 def test_no_address_beyond_this_machine_without_both_keys() -> None:
     config = load_config(overrides=["serve.host=0.0.0.0"])
     both = {API_KEY: "a", ADMIN_KEY: "b"}

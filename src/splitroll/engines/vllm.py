@@ -62,6 +62,8 @@ T = TypeVar("T")
 
 _REMEMBERED_ABORTS = 10_000
 _DEATH_POLL_S = 0.2
+_NEVER = 2**31
+"""Tokens between two outputs of vLLM's, after the first token: each costs about a millisecond."""
 _WARM_UP = SamplingParams(max_tokens=2, temperature=0.0)
 _WARM_UP_TOKENS = 40
 """More than a block on CPU, so that the first forward of each kind is behind us."""
@@ -473,6 +475,7 @@ def _vllm_sampling(request: DecodeRequest) -> VllmSamplingParams:
         native.n, native.seed = 1, request.seed
         native.logprobs = native.logprobs or 0
         native.output_kind = RequestOutputKind.DELTA
+        native.stream_interval = request.stream or _NEVER
         native.extra_args = {**(native.extra_args or {}), **(extra or {})} or None
         return native
     return VllmSamplingParams(
@@ -491,6 +494,7 @@ def _vllm_sampling(request: DecodeRequest) -> VllmSamplingParams:
         seed=request.seed,
         logprobs=request.top_logprobs,
         output_kind=RequestOutputKind.DELTA,
+        stream_interval=request.stream or _NEVER,
         extra_args=extra,
     )
 

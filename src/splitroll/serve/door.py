@@ -72,22 +72,16 @@ class Door:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        begun = False
-
-        async def send_on(message: Message) -> None:
-            nonlocal begun
-            begun = begun or message["type"] == "http.response.start"
-            await send(message)
-
+        answer = _Answer(send)
         try:
             access = self._check(scope)
             if access is Access.GENERATE:
                 receive = await self._admit(scope, receive)
             elif scope["method"] == "POST":
                 receive = _again(await self._read(scope, receive), receive)
-            await self._app(scope, receive, send_on)
+            await self._app(scope, receive, answer.send)
         except Refused as refused:
-            if not begun:
+            if not answer.begun:
                 await _answer(send, refused)
 
     def _check(self, scope: Message) -> Access:
@@ -158,6 +152,47 @@ class Door:
                 return b"".join(parts)
 
 
+class _Answer:
+    """Passes an answer on. A stream begins with its first event: if that is an error, it is the
+    whole answer, with its own status."""
+
+    def __init__(self, send: Send) -> None:
+        self.begun = False
+        self._send = send
+        self._start: Message | None = None
+        self._over = False
+
+    async def send(self, message: Message) -> None:
+        if self._over:
+            return
+        if message["type"] == "http.response.start" and _is_stream(message):
+            self._start = message
+            return
+        if self._start is not None and message["type"] == "http.response.body":
+            start, self._start = self._start, None
+            if (error := _error_event(message.get("body", b""))) is not None:
+                self._over = self.begun = True
+                await _answer_json(self._send, int(error["error"]["code"]), error)
+                return
+            self.begun = True
+            await self._send(start)
+        self.begun = True
+        await self._send(message)
+
+
+def _is_stream(start: Message) -> bool:
+    kind = dict(start.get("headers", ())).get(b"content-type", b"")
+    return bool(kind.startswith(b"text/event-stream"))
+
+
+def _error_event(body: bytes) -> Any:
+    """Return the error that a stream begins with; None where it begins with anything else."""
+    if not body.startswith(b'data: {"error"'):
+        return None
+    event, _, _ = body.removeprefix(b"data: ").partition(b"\n\n")
+    return json.loads(event)
+
+
 def _too_large(limit: int) -> Refused:
     return Refused(413, "BadRequestError", f"the request's body is over {limit} bytes")
 
@@ -206,10 +241,17 @@ def _forbidden_in(tree: Any, path: str) -> Iterator[str]:
 
 async def _answer(send: Send, refused: Refused) -> None:
     error = {"message": str(refused), "type": refused.kind, "param": None, "code": refused.status}
-    body = json.dumps({"error": error}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.encode(), value.encode()) for name, value in refused.headers.items()]
+    headers = dict(refused.headers)
     if refused.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+        headers["www-authenticate"] = "Bearer"
+    await _answer_json(send, refused.status, {"error": error}, headers)
+
+
+async def _answer_json(
+    send: Send, status: int, tree: Any, more: Mapping[str, str] | None = None
+) -> None:
+    body = json.dumps(tree).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.encode(), value.encode()) for name, value in (more or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
