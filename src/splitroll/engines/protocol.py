@@ -70,8 +70,8 @@ class DecodeRequest:
         top_logprobs: how many of the most likely tokens to report at the first position.
         native: the engine's own sampling parameters, encoded as it does; they take the place of
             `sampling`, but for the lengths and the seed, which are those given here.
-        stream: yield `Tokens` whenever this many have come since, and what is left at the end; 0
-            yields none.
+        stream: yield `Tokens` when at least this many have come since, fewer than twice as many,
+            and what is left at the end; 0 yields none.
     """
 
     request_id: str
