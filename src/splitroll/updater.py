@@ -229,18 +229,33 @@ class Updater:
         """See `Rollout.pause`."""
         if self._busy is not None:
             found = f"version {self._busy} is being pushed"
-            hint = "wait for it"
-            raise ConfigError([Problem("pause", found, "no update under way", hint)])
+            raise ConfigError([Problem("pause", found, "no update under way", "wait for it")])
+        if self._barrier.is_fenced:
+            allowed, hint = "a fleet that serves", "push weights: it serves nothing until then"
+            raise ConfigError([Problem("pause", "a failed update's fence", allowed, hint)])
         self._barrier.pause(partial=abort)
         async with asyncio.timeout(self._settings.timeout_s):
             if abort:
-                engines = self._fleet.ready()
-                await asyncio.gather(*(self._abort(engine) for engine in engines))
-                await asyncio.gather(*(engine.resume() for engine in engines))
+                await asyncio.gather(*(self._end_work(engine) for engine in self._fleet.ready()))
             await self._barrier.drained()
+        if not self._barrier.paused:
+            raise ConfigError([Problem("pause", "resumed meanwhile", "one at a time", "ask again")])
+
+    async def _end_work(self, engine: Engine) -> None:
+        """End what an engine generates, and leave it able to go on; one that dies ends it too."""
+        try:
+            try:
+                await self._abort(engine)
+            finally:
+                async with asyncio.timeout(_ABORTED_TIMEOUT_S):
+                    await engine.resume()
+        except EngineDied as exc:
+            self._fleet.report_death(engine, exc.cause)
+        except LegError as exc:
+            log.warning("%s did not end its work: %s", engine.info.name, exc)
 
     def resume(self) -> None:
-        self._barrier.unpause()
+        self._barrier.unpause(updating=self._busy is not None)
 
     async def close(self) -> None:
         """End an update that is under way, and let go of what the transport keeps."""

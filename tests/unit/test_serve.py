@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,7 +161,7 @@ async def test_a_session_stays_with_its_kv(tiny_model: Path) -> None:
 async def test_a_client_may_ask_for_a_weight_version(tiny_model: Path) -> None:
     async with front(tiny_model) as door:
         body = {"model": "tiny", "prompt": [5], "max_tokens": 1}
-        for asked, status in (("0", 200), ("1", 409), ("new", 400)):
+        for asked, status in (("0", 200), ("1", 409), ("new", 400), ("9" * 5000, 400)):
             headers = {"x-weight-version": asked}
             answer = await door.client.post("/v1/completions", json=body, headers=headers)
             assert answer.status_code == status
@@ -316,6 +317,12 @@ async def test_what_a_client_may_not_set_is_refused(tiny_model: Path) -> None:
         answer = await door.client.post("/v1/completions", content=hidden)
         assert answer.status_code == 400
         assert "kv_transfer_params" in answer.json()["error"]["message"]
+        wide = '{"model": "tiny", "prompt": [5], "kv_transfer_params": {}}'.encode("utf-16")
+        answer = await door.client.post("/v1/completions", content=wide)
+        assert answer.status_code == 400
+        assert "UTF-8" in answer.json()["error"]["message"]
+        deep = b'{"prompt": "\\u0041", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+        assert (await door.client.post("/v1/completions", content=deep)).status_code == 400
         said = await door.complete(prompt="what are kv_transfer_params")
         assert said["choices"], "a text may say it"
         assert door.system.dispatcher.stats.routes.total() == 1
@@ -325,13 +332,15 @@ async def test_too_much_is_told_so(tiny_model: Path) -> None:
     small = ("serve.max_queued=4", "serve.max_body_bytes=2000")
     async with front(tiny_model, *small, latency=SLOW) as door:
         answer = await door.post("/v1/completions", model="tiny", prompt=[5], n=5)
-        assert answer.status_code == 429
+        assert answer.status_code == 400, "it would never be taken"
         long = asyncio.create_task(door.complete(n=4, temperature=1, max_tokens=100))
         await asyncio.sleep(0.05)
         answer = await door.post("/v1/completions", model="tiny", prompt=[5])
         assert answer.status_code == 429
         assert answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["code"] == 429
+        stream = await door.post("/v1/completions", model="tiny", prompt=[[5]] * 4, stream=True)
+        assert stream.status_code == 429
         assert len((await long)["choices"]) == 4
         assert (await door.post("/v1/completions", prompt=[5] * 2000)).status_code == 413
         assert (await door.complete())["choices"]
@@ -378,6 +387,75 @@ async def test_a_paused_fleet_generates_nothing_until_it_resumes(
         assert (await asyncio.wait_for(waits, 2))["choices"][0]["finish_reason"] == "length"
         assert (await door.client.get("/is_paused")).json() == {"is_paused": False}
         assert (await door.client.post("/pause?mode=keep")).status_code == 400
+
+
+async def test_requests_are_ended_by_name_or_all(tiny_model: Path) -> None:
+    async with front(tiny_model, latency=SLOW) as door:
+        long = [
+            asyncio.create_task(door.complete(request_id=f"r{i}", max_tokens=400)) for i in range(3)
+        ]
+        await asyncio.sleep(0.1)
+        path = "/abort_requests"
+        for body in (b"{", b"[]", b'{"request_id": ["r1"]}', b'{"request_ids": "r1"}'):
+            assert (await door.client.post(path, content=body)).status_code == 400
+        assert not any(task.done() for task in long), "what is not understood ends nothing"
+        named = b'{"request_ids": ["cmpl-r1-0"]}'
+        headers = {"content-type": "application/x-www-form-urlencoded"}
+        assert (await door.client.post(path, content=named, headers=headers)).status_code == 200
+        ended = await asyncio.wait_for(long[1], 2)
+        assert ended["choices"][0]["finish_reason"] == "abort"
+        assert not long[0].done()
+        assert (await door.client.post(path)).json()["aborted"] == 2
+        for task in (long[0], long[2]):
+            ended = await asyncio.wait_for(task, 2)
+            assert ended["choices"][0]["finish_reason"] == "abort"
+        await door.assert_idle()
+
+
+async def test_pages_of_other_sites_change_nothing(tiny_model: Path) -> None:
+    async with front(tiny_model) as door:
+        for origin, status in (("http://evil.example", 403), ("null", 403), ("http://front", 200)):
+            answer = await door.client.post("/resume", headers={"Origin": origin})
+            assert answer.status_code == status
+        body = {"model": "tiny", "prompt": [5], "max_tokens": 1}
+        headers = {"Origin": "http://evil.example"}
+        answer = await door.client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 403
+
+
+async def test_an_engine_that_hangs_hides_no_metrics(tiny_model: Path) -> None:
+    async with front(tiny_model) as door:
+        await door.complete()
+        door.system.fleet._limits = door.system.fleet._limits.model_copy(
+            update={"health_timeout_s": 60.0}
+        )
+        door.system.launcher.faults["decode-0"].hang = True
+        for path in ("/metrics", "/server_info", "/dashboard/events?once=true"):
+            answer = await asyncio.wait_for(door.client.get(path), 20)
+            assert answer.status_code == 200, path
+        door.system.launcher.faults["decode-0"].hang = False
+
+
+async def test_whoever_waits_when_the_service_ends_has_an_answer(tiny_model: Path) -> None:
+    async with front(tiny_model, latency=SLOW) as door:
+        waits = asyncio.create_task(
+            door.post("/v1/completions", model="tiny", prompt=[5] * 40, max_tokens=1500)
+        )
+        await asyncio.sleep(0.1)
+    answer = await asyncio.wait_for(waits, 5)
+    assert answer.status_code == 500
+
+
+async def test_an_open_dashboard_does_not_hold_the_service_up(tiny_model: Path) -> None:
+    async with front(tiny_model) as door:
+        async with over_http(door) as client:
+            asked = client.stream("GET", "/dashboard/events")
+            answer = await asked.__aenter__()
+            await anext(answer.aiter_lines())
+            begun = time.monotonic()
+        assert time.monotonic() - begun < 5
+        with contextlib.suppress(httpx.HTTPError):
+            await asked.__aexit__(None, None, None)
 
 
 async def test_a_fleet_that_fails_answers_with_an_error(tiny_model: Path) -> None:
@@ -496,6 +574,7 @@ def test_no_address_beyond_this_machine_without_both_keys() -> None:
         with pytest.raises(ConfigError, match=name):
             check_serve(config, {k: v for k, v in both.items() if k != name})
     assert check_serve(load_config(), {}) == Keys()
+    assert check_serve(load_config(), {API_KEY: "schlüssel"}).api == "schlüssel"
     with pytest.raises(ConfigError, match="another key"):
         check_serve(load_config(), {API_KEY: "a", ADMIN_KEY: "a"})
 

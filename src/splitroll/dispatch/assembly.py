@@ -41,6 +41,8 @@ class GroupWork:
     """Tokens between two calls of whoever listens; 0 for none. See `DecodeRequest`."""
     local: bool = False
     """Never hand off: something is asked for that only the engine of the prompt can tell."""
+    goes_on: bool = True
+    """Whether samples may go on in another request, as far as `native` is concerned."""
     cache_salt: str | None = None
 
     def sample_seed(self, index: int) -> int:
@@ -123,7 +125,8 @@ def next_segment(
     done = 0 if begun is None else len(begun.token_ids)
     sampling = work.sampling
     left = work.max_tokens(index) - done
-    if segment_tokens is None or not can_segment(sampling):
+    whole = work.local or not (work.goes_on and can_segment(sampling))
+    if segment_tokens is None or whole:
         tokens = left
     else:
         beyond = (_AFTER_BLOCK - len(work.prompt.token_ids)) % block_size

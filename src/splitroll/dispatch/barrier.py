@@ -107,13 +107,16 @@ class Barrier:
             self._turnstile.open()
 
     def pause(self, *, partial: bool) -> None:
-        """Let nothing begin until `unpause`; see `shut`."""
+        """Let nothing begin until `unpause`; see `shut`. Not while there is a fence."""
         self.paused = True
         self.shut(partial=partial)
 
-    def unpause(self) -> None:
+    def unpause(self, *, updating: bool) -> None:
+        """End a pause; an update that is under way lets in what waits at its own end."""
+        if not self.paused:
+            return
         self.paused = False
-        if self._fence is None:
+        if not updating and self._fence is None:
             self.reopen()
 
     def check_fence(self) -> None:

@@ -202,6 +202,9 @@ class Dispatcher:
                 await self._try(attempt, progress)
                 if progress.refused is not None:
                     raise _naming(work.prompt, progress.refused)
+                if progress.lost is not None:
+                    progress.causes.append(progress.lost)
+                    break
                 if not progress.missing or progress.ending:
                     break
 
@@ -649,11 +652,12 @@ class Dispatcher:
     ) -> bool:
         """Keep what an engine returned; True when the sample goes on."""
         early = output.finish_reason == "abort"
-        progress.sent.pop(index, None)
         dropped = index in progress.listener.dropped
         if early and not (self.barrier.partial_ok or progress.ending or dropped):
+            progress.keep_sent(index, leg)
             self._note_error(LegError(leg.decode, "it aborted a sample"), engine, progress)
             return False
+        progress.sent.pop(index, None)
         begun = progress.begun.get(index)
         if begun is not None and leg.kind is RouteKind.MIGRATED:
             self.stats.moves += 1

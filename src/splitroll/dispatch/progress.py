@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from splitroll.dispatch.allocator import Allocator, Piece
-from splitroll.dispatch.assembly import GroupWork, Leg, assemble
+from splitroll.dispatch.assembly import GroupWork, Leg, assemble, can_segment
 from splitroll.dispatch.books import DecodeTicket, PrefillTicket
 from splitroll.engines.protocol import DecodeOutput, Engine, Tokens
 from splitroll.errors import EngineDied, InvalidRequest
@@ -49,6 +49,7 @@ class Listener:
         on_tokens: called with a sample's index and its next tokens, each once and in order.
         on_end: called with a sample's index, the sample, and the stop token or string that ended
             it.
+        on_again: called with the index of a sample whose last tokens are generated again.
         dropped: samples that nobody waits for any more.
         running: requests that engines have now: the engine, and the sample's index.
     """
@@ -56,6 +57,7 @@ class Listener:
     on_kv: Callable[[], None] = lambda: None
     on_tokens: Callable[[int, Tokens], None] = lambda index, tokens: None
     on_end: Callable[[int, Sample, int | str | None], None] = lambda index, sample, reason: None
+    on_again: Callable[[int], object] = lambda index: None
     dropped: set[int] = field(default_factory=set)
     running: dict[str, tuple[Engine, int]] = field(default_factory=dict)
 
@@ -75,6 +77,7 @@ class Progress:
     Attributes:
         begun: samples that are to go on: given so, or after a segment; `begun_s`: when it ended.
         sent: tokens that were passed on since what is in `begun`.
+        lost: why it cannot be completed, though engines could try again.
         ending: its caller wants what there is, and no more.
     """
 
@@ -92,6 +95,7 @@ class Progress:
     refused: InvalidRequest | None = None
     engine_died: bool = False
     interrupted: bool = False
+    lost: str | None = None
     ending: bool = False
     on_sample: Callable[[], object] = lambda: None
     recomputed_tokens: int = 0
@@ -109,7 +113,13 @@ class Progress:
         """Go on from the tokens that were passed on of a request that failed: what has been said
         is not taken back."""
         pieces = self.sent.pop(index, [])
+        if pieces and pieces[-1].last:  # why it ended was not said
+            pieces.pop()
+            self.listener.on_again(index)
         if not pieces:
+            return
+        if not (self.work.goes_on and can_segment(self.work.sampling)):
+            self.lost = "a stream cannot go on in another request with what it asks for"
             return
         versions = [piece.weight_version for piece in pieces for _ in piece.token_ids]
         output = DecodeOutput(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import APIRouter, Body, Query
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from splitroll.errors import ConfigError
 from splitroll.rollout import Rollout
@@ -14,6 +14,16 @@ from splitroll.serve.metrics import CONTENT_TYPE, Metrics
 
 if TYPE_CHECKING:
     from splitroll.serve.core import FleetCore, FrontEnd
+
+
+_ASK_TIMEOUT_S = 5.0
+
+
+class AbortRequest(BaseModel):
+    """The body of `/abort_requests`."""
+
+    model_config = ConfigDict(extra="forbid")
+    request_ids: list[str] | None = None
 
 
 def control_router(rollout: Rollout, core: FleetCore, client: FrontEnd) -> APIRouter:
@@ -68,9 +78,8 @@ def control_router(rollout: Rollout, core: FleetCore, client: FrontEnd) -> APIRo
             limit_s = rollout.config.weights.timeout_s
             message = f"samples did not end in {limit_s:g} s; the fleet stays paused"
             return _error(504, message, "TimeoutError")
-        if clear_cache:
-            await core.reset_prefix_cache_async()
-        return JSONResponse({"status": "paused"})
+        cleared = clear_cache and await core.reset_prefix_cache_async()
+        return JSONResponse({"status": "paused", "cache_cleared": cleared})
 
     @router.post("/resume")
     async def resume() -> dict[str, str]:
@@ -78,17 +87,20 @@ def control_router(rollout: Rollout, core: FleetCore, client: FrontEnd) -> APIRo
         return {"status": "resumed"}
 
     @router.post("/abort_requests")
-    async def abort_requests(
-        request_ids: Annotated[list[str] | None, Body(embed=True)] = None,
-    ) -> dict[str, Any]:
-        """End requests as they are: those named, or all."""
-        processor = client.output_processor
-        if request_ids:
-            await client.abort(request_ids)
-            return {"status": "aborted", "aborted": len(request_ids)}
-        every = [*processor.request_states, *processor.parent_requests]
-        await client.abort(every, internal=True)
-        return {"status": "aborted", "aborted": len(every)}
+    async def abort_requests(request: Request) -> JSONResponse:
+        """End requests as they are: those of {"request_ids": [...]}; all, without a body."""
+        try:
+            asked = AbortRequest.model_validate_json(await request.body() or b"{}")
+        except ValidationError:
+            message = 'the body is {"request_ids": [...]}, or empty to end all'
+            return _error(400, message, "BadRequestError")
+        states = client.output_processor.request_states
+        if asked.request_ids:
+            await client.abort(asked.request_ids)
+            return JSONResponse({"status": "aborted", "aborted": len(asked.request_ids)})
+        every = list(states)
+        await client.abort([*every, *client.output_processor.parent_requests], internal=True)
+        return JSONResponse({"status": "aborted", "aborted": len(every)})
 
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache(reset_running_requests: bool = False) -> JSONResponse:
@@ -102,7 +114,7 @@ def control_router(rollout: Rollout, core: FleetCore, client: FrontEnd) -> APIRo
     @router.get("/server_info")
     async def server_info(config_format: Literal["text", "json"] = "text") -> dict[str, Any]:
         """What serves, in the form that clients of vLLM look at."""
-        counters = dict(await asyncio.wait_for(fleet.counters(), 10))
+        counters = await fleet.counters_within(_ASK_TIMEOUT_S)
         return {
             "vllm_config": {
                 "model": rollout.facts.name,

@@ -30,13 +30,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
-from vllm.v1.engine.exceptions import EngineGenerateError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from splitroll.dispatch.assembly import GroupWork
 from splitroll.dispatch.progress import Listener
 from splitroll.engines.protocol import Candidates, Tokens
-from splitroll.errors import SplitrollError
+from splitroll.errors import EngineDied, SplitrollError
 from splitroll.rollout import Rollout
 from splitroll.types import Prompt, Sample, SamplingParams
 
@@ -140,7 +140,11 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
         engines = self._rollout.fleet.ready()
         asked = [engine.reset_prefix_cache(preempt=reset_running_requests) for engine in engines]
         self._rollout.dispatcher.allocator.forget_prefixes()
-        return all(await asyncio.gather(*asked))
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineDied):
+                raise answer
+        return all(answer for answer in answers)  # a dead engine's cache is gone
 
     async def reset_mm_cache_async(self) -> None:
         """There is none."""
@@ -150,6 +154,10 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
 
     async def get_weight_version_async(self) -> str:
         return version_name(self._rollout.fleet.weight_version)
+
+    def end_all(self, client: AsyncLLM) -> None:
+        """Answer whoever still waits: nothing more will come."""
+        client.output_processor.propagate_error(EngineDeadError())
 
     def shutdown(self, timeout: float | None = None) -> None:
         for task in self._tasks:
@@ -179,6 +187,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
         listener = siblings.listener
         listener.on_tokens = functools.partial(self._pass_on, siblings)
         listener.on_end = functools.partial(self._end, siblings)
+        listener.on_again = lambda index: siblings.held.pop(index, None)
         try:
             await self._wait_for_leader(prompt)
             leads = self._leading.setdefault(prompt, asyncio.Event())
@@ -226,6 +235,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
             native=None if plain else native,
             stream=1 if streams else _AT_THE_END,
             local=params.prompt_logprobs is not None,
+            goes_on=_goes_on(params),
             cache_salt=first.cache_salt,
         )
 
@@ -326,8 +336,12 @@ class FrontEnd(AsyncLLM):  # type: ignore[misc]
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """
         Raises:
-            GracefulHTTPError: with status 429, when so many more would be too many.
+            GracefulHTTPError: with status 429, when so many more would be too many now; with 400,
+                when they always would.
         """
+        if n > self._max_queued:
+            message = f"n is {n}: at most {self._max_queued} sequences are taken at once"
+            raise GracefulHTTPError(message, HTTPStatus.BAD_REQUEST)
         if self.get_num_unfinished_requests() + n > self._max_queued:
             message = f"over {self._max_queued} sequences would wait; try again later"
             raise GracefulHTTPError(message, HTTPStatus.TOO_MANY_REQUESTS)
@@ -366,6 +380,10 @@ def _check(request: EngineCoreRequest) -> None:
         "pooling": params is None,
         "prompt_logprob_token_ids": params and params.prompt_logprob_token_ids is not None,
         "trace_decode_token_ids": params and params.trace_decode_token_ids is not None,
+        "repetition_detection": params and params.repetition_detection is not None,
+        "kv_hints": request.kv_hints is not None,
+        "kv_transfer_params": params and "kv_transfer_params" in (params.extra_args or {}),
+        "ec_transfer_params": params and "ec_transfer_params" in (params.extra_args or {}),
     }
     for what, is_asked in asked.items():
         if is_asked:
@@ -401,6 +419,20 @@ def _encoded(params: Any) -> tuple[bytes, bool]:
         if not name.startswith("_") and name not in skipped
     )
     return msgspec.msgpack.encode(bare), same
+
+
+def _goes_on(params: Any) -> bool:
+    """Return whether a sample may go on in another request: nothing looks at its own output only,
+    or tells of its prompt."""
+    looks = (
+        params.structured_outputs,
+        params.bad_words,
+        params.thinking_token_budget is not None,
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.prompt_logprobs is not None,
+    )
+    return not any(looks)
 
 
 def _ours(params: Any) -> SamplingParams:

@@ -21,7 +21,8 @@ from splitroll.rollout import Rollout
 from splitroll.types import RouteKind, Sample
 
 _KEPT = 2000
-"""Samples that can be looked at."""
+"""Samples that can be looked at, at most; and their tokens, prompts included."""
+_KEPT_TOKENS = 2_000_000
 _EVERY_S = 0.5
 _ASK_TIMEOUT_S = 2.0
 
@@ -72,10 +73,16 @@ class Recorder:
     def __init__(self, rollout: Rollout) -> None:
         self._numbers = itertools.count(1)
         self._seen: deque[Seen] = deque(maxlen=_KEPT)
+        self._tokens = 0
         rollout.dispatcher.on_sample(self.note)
 
     def note(self, sample: Sample) -> None:
+        if len(self._seen) == _KEPT:
+            self._tokens -= _tokens(self._seen[0].sample)
         self._seen.append(Seen(next(self._numbers), time.time(), sample))
+        self._tokens += _tokens(sample)
+        while self._tokens > _KEPT_TOKENS and len(self._seen) > 1:
+            self._tokens -= _tokens(self._seen.popleft().sample)
 
     def since(self, number: int) -> list[Seen]:
         """Return the samples that came after one."""
@@ -84,6 +91,10 @@ class Recorder:
 
     def find(self, number: int) -> Seen | None:
         return next((seen for seen in self._seen if seen.number == number), None)
+
+
+def _tokens(sample: Sample) -> int:
+    return len(sample.prompt_token_ids) + len(sample.token_ids)
 
 
 def dashboard_router(rollout: Rollout) -> APIRouter:
@@ -103,7 +114,7 @@ def dashboard_router(rollout: Rollout) -> APIRouter:
 
         async def stream() -> AsyncGenerator[str, None]:
             last = 0
-            while not await request.is_disconnected():
+            while not (closing(request) or await request.is_disconnected()):
                 new = recorder.since(last)
                 last = new[-1].number if new else last
                 event = {**await _state(rollout), "samples": [seen.to_json() for seen in new]}
@@ -129,6 +140,11 @@ def dashboard_router(rollout: Rollout) -> APIRouter:
         return JSONResponse({**seen.to_json(), **whole})
 
     return router
+
+
+def closing(request: Request) -> bool:
+    """Return whether the service is about to end."""
+    return bool(getattr(request.app.state, "closing", False))
 
 
 async def _state(rollout: Rollout) -> dict[str, Any]:

@@ -22,6 +22,7 @@ _FORBIDDEN = ("kv_transfer_params", "ec_transfer_params", "data_parallel_rank", 
 """What engines say among themselves; from a client it could read others' KV, or end an engine."""
 _NESTED = ("vllm_xargs", "sampling_params", "extra_args")
 _RETRY_AFTER_S = 1
+_VERSION_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Door:
     Args:
         is_full: whether the service has as much to do as it takes.
         version: the weight version that serves.
+        on_closing: called when the service is about to end.
     """
 
     def __init__(
@@ -58,12 +60,18 @@ class Door:
         max_body_bytes: int,
         is_full: Callable[[], bool] = lambda: False,
         version: Callable[[], int] = lambda: 0,
+        on_closing: Callable[[], None] = lambda: None,
     ) -> None:
         self._app = app
         self._keys = keys
         self._max_body_bytes = max_body_bytes
         self._is_full = is_full
         self._version = version
+        self._on_closing = on_closing
+
+    def close(self) -> None:
+        """End answers that have no end of their own."""
+        self._on_closing()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -98,9 +106,10 @@ class Door:
             )
         if access is Access.OPEN:
             return access
-        given = _bearer(scope)
+        if method != "GET" and not _is_same_site(scope):
+            raise Refused(403, "PermissionError", f"{path} is not for pages of other sites")
         key = self._keys.admin if access is Access.ADMIN else self._keys.api
-        if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
+        if key is not None and not hmac.compare_digest(_bearer(scope), key.encode()):
             which = "the admin key" if access is Access.ADMIN else "an API key"
             message = f"{path} needs {which}: Authorization: Bearer KEY"
             raise Refused(401, "AuthenticationError", message)
@@ -122,8 +131,8 @@ class Door:
         asked = dict(scope["headers"]).get(b"x-weight-version")
         if asked is None:
             return
-        if not asked.isdigit():
-            message = "x-weight-version is not a whole number"
+        if not asked.isdigit() or len(asked) > _VERSION_DIGITS:
+            message = "x-weight-version is not a whole number that a version could be"
             raise Refused(400, "BadRequestError", message)
         if int(asked) > self._version():
             message = (
@@ -165,14 +174,19 @@ class _Answer:
     async def send(self, message: Message) -> None:
         if self._over:
             return
-        if message["type"] == "http.response.start" and _is_stream(message):
-            self._start = message
-            return
+        if message["type"] == "http.response.start":
+            if message["status"] == 429 and b"retry-after" not in dict(message["headers"]):
+                retry = (b"retry-after", str(_RETRY_AFTER_S).encode())
+                message = {**message, "headers": [*message["headers"], retry]}
+            if _is_stream(message):
+                self._start = message
+                return
         if self._start is not None and message["type"] == "http.response.body":
             start, self._start = self._start, None
             if (error := _error_event(message.get("body", b""))) is not None:
                 self._over = self.begun = True
-                await _answer_json(self._send, int(error["error"]["code"]), error)
+                code = error["error"].get("code")
+                await _answer_json(self._send, code if isinstance(code, int) else 500, error)
                 return
             self.begun = True
             await self._send(start)
@@ -211,22 +225,38 @@ def _again(body: bytes, receive: Receive) -> Receive:
     return receive_on
 
 
-def _bearer(scope: Message) -> str:
-    header = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
-    scheme, _, key = header.partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+def _bearer(scope: Message) -> bytes:
+    header: bytes = dict(scope["headers"]).get(b"authorization", b"")
+    scheme, _, key = header.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _is_same_site(scope: Message) -> bool:
+    """Return whether a request comes from no browser, or from a page of this address: without keys,
+    any page that somebody opens on this machine could reach it."""
+    headers = dict(scope["headers"])
+    origin: bytes = headers.get(b"origin", b"")
+    return not origin or origin.partition(b"://")[2] == headers.get(b"host", b"")
 
 
 def _forbidden(body: bytes) -> Iterator[str]:
-    """Yield the names of what a client may not set; a body that is no JSON is not ours to judge."""
+    """Yield the names of what a client may not set; a body that is no JSON is not ours to judge.
+
+    Raises:
+        Refused: it is not UTF-8, or too deep to be looked through.
+    """
+    if b"\x00" in body:
+        raise Refused(400, "BadRequestError", "the body is not JSON in UTF-8")
     # A name may be written with escapes.
     if b"\\u" not in body and not any(name.encode() in body for name in _FORBIDDEN):
         return
     try:
-        tree = json.loads(body)
+        found = list(_forbidden_in(json.loads(body), ""))
     except ValueError:
         return
-    yield from _forbidden_in(tree, "")
+    except RecursionError:
+        raise Refused(400, "BadRequestError", "the body is nested too deeply") from None
+    yield from found
 
 
 def _forbidden_in(tree: Any, path: str) -> Iterator[str]:

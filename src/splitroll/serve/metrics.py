@@ -69,7 +69,7 @@ class Metrics(Collector):  # type: ignore[misc]
 
     async def text(self) -> bytes:
         """Return all series in Prometheus' text format."""
-        counters = await asyncio.wait_for(self.rollout.fleet.counters(), _ASK_TIMEOUT_S)
+        counters = await self.rollout.fleet.counters_within(_ASK_TIMEOUT_S)
         engines = self.rollout.fleet.ready()
         found = await asyncio.gather(*(self._ask(engine) for engine in engines))
         self._engines = {

@@ -19,7 +19,7 @@ from splitroll.errors import ConfigError, Problem
 from splitroll.rollout import Rollout
 from splitroll.serve.control import control_router
 from splitroll.serve.dashboard import dashboard_router
-from splitroll.serve.door import App, Door, Keys
+from splitroll.serve.door import Door, Keys
 from splitroll.serve.routes import ROUTES
 
 API_KEY, ADMIN_KEY = "SPLITROLL_API_KEY", "SPLITROLL_ADMIN_KEY"
@@ -71,7 +71,7 @@ def listen(config: Config) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def open_service(rollout: Rollout, keys: Keys) -> AsyncGenerator[App, None]:
+async def open_service(rollout: Rollout, keys: Keys) -> AsyncGenerator[Door, None]:
     """Make the service of a running rollout: an ASGI app, closed at the end with its requests."""
     section = rollout.config.serve
     on_cpu = not any(member.spec.gpus for member in rollout.fleet.members.values())
@@ -94,16 +94,18 @@ async def open_service(rollout: Rollout, keys: Keys) -> AsyncGenerator[App, None
         yield Door(
             service,
             keys,
+            on_closing=lambda: setattr(service.state, "closing", True),
             max_body_bytes=section.max_body_bytes,
             is_full=lambda: client.is_full,
             version=lambda: rollout.fleet.weight_version,
         )
     finally:
-        client.shutdown()
         await core.closed()
+        core.end_all(client)
+        client.shutdown()
 
 
-async def serve(app: App, sock: socket.socket, stopped: asyncio.Event) -> None:
+async def serve(app: Door, sock: socket.socket, stopped: asyncio.Event) -> None:
     """Answer requests until `stopped` is set; those under way then have some seconds to end."""
     options: dict[str, Any] = {
         "log_level": "warning",
@@ -117,6 +119,7 @@ async def serve(app: App, sock: socket.socket, stopped: asyncio.Event) -> None:
     try:
         await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
     finally:
+        app.close()
         server.should_exit = True
         stopping.cancel()
         await running

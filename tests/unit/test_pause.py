@@ -1,0 +1,104 @@
+"""Pausing a fleet, beside updates, fences and engines that die."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+from test_updater import weights
+
+from conftest import SimulatedSystem, simulated
+from splitroll.dispatch.assembly import GroupWork
+from splitroll.engines.simulated import LatencyModel
+from splitroll.errors import ConfigError, WeightUpdateFailed
+from splitroll.types import Group, Prompt, SamplingParams
+
+SLOW = LatencyModel(step_s=0.004)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_file(weights(0), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def work(i: int = 0, tokens: int = 100) -> GroupWork:
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    return GroupWork(Prompt(f"g{i}", tuple(range(100 + i, 160 + i))), 2, sampling, seed=i)
+
+
+def asked(system: SimulatedSystem, i: int = 0) -> asyncio.Task[Group]:
+    return asyncio.create_task(system.dispatcher.run(work(i)))
+
+
+def running(system: SimulatedSystem) -> set[bool]:
+    return {engine._running_on.is_set() for engine in system.launcher.engines.values()}
+
+
+async def test_an_engine_that_dies_in_a_pause_leaves_no_other_paused() -> None:
+    async with simulated("limits.max_restarts=20", latency=SLOW) as system:
+        begun = asked(system)
+        await asyncio.sleep(0.1)
+        system.launcher.faults["decode-0"].die_at = "pause"
+        await asyncio.wait_for(system.updater.pause(abort=True), 5)
+        assert running(system) == {True}
+        system.updater.resume()
+        assert (await asyncio.wait_for(begun, 5)).id == "g0"
+        assert (await asyncio.wait_for(asked(system, 1), 5)).is_complete
+
+
+async def test_a_pause_that_is_taken_back_says_so() -> None:
+    async with simulated(latency=SLOW) as system:
+        begun = asked(system)
+        await asyncio.sleep(0.05)
+        pausing = asyncio.create_task(system.updater.pause(abort=False))
+        await asyncio.sleep(0.05)
+        system.updater.resume()
+        assert (await begun).is_complete
+        with pytest.raises(ConfigError, match="resumed meanwhile"):
+            await pausing
+
+
+async def test_resuming_what_is_not_paused_opens_nothing_in_an_update(checkpoint: Path) -> None:
+    async with simulated(checkpoint=checkpoint) as system:
+        barrier = system.dispatcher.barrier
+        for pauses in (False, True):
+            if pauses:
+                await system.updater.pause(abort=False)
+            update = asyncio.create_task(system.updater.update(weights(3 + pauses)))
+            while system.updater._busy is None:
+                await asyncio.sleep(0)
+            barrier.shut(partial=False)  # as its first phase does
+            system.updater.resume()
+            assert not barrier._turnstile.is_open
+            await update
+            assert barrier._turnstile.is_open
+
+
+async def test_weights_can_be_pushed_in_a_pause_which_lasts(checkpoint: Path) -> None:
+    async with simulated(checkpoint=checkpoint) as system:
+        await system.updater.pause(abort=False)
+        waits = asked(system)
+        report = await system.updater.update(weights(3))
+        await asyncio.sleep(0.05)
+        assert report.version == 1
+        assert not waits.done()
+        system.updater.resume()
+        group = await asyncio.wait_for(waits, 5)
+        assert {sample.weight_version for sample in group.samples} == {1}
+
+
+async def test_a_pause_lifts_no_fence(checkpoint: Path) -> None:
+    options = ("weights.on_failure=fence", "limits.recovery_timeout_s=0.3")
+    async with simulated(*options, checkpoint=checkpoint) as system:
+        system.launcher.faults["decode-0"].fail_loads = 5
+        with pytest.raises(WeightUpdateFailed):
+            await system.updater.update(weights(3))
+        assert system.dispatcher.barrier.is_fenced
+        with pytest.raises(ConfigError, match="fence"):
+            await system.updater.pause(abort=True)
+        system.updater.resume()
+        assert system.dispatcher.barrier.is_fenced
+        assert not system.dispatcher.barrier._turnstile.is_open
