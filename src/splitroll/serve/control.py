@@ -118,7 +118,7 @@ def control_router(rollout: Rollout, core: FleetCore, client: FrontEnd) -> APIRo
         return {
             "vllm_config": {
                 "model": rollout.facts.name,
-                "weight_transfer_config": {"backend": rollout.config.weights.transport},
+                "weight_transfer_config": None,  # its endpoints are not served
                 "parallel_config": {"world_size": (await get_world_size())["world_size"]},
             },
             "engines": {
