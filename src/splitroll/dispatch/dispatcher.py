@@ -36,12 +36,11 @@ from splitroll.dispatch.assembly import (
 from splitroll.dispatch.barrier import Barrier
 from splitroll.dispatch.books import PrefillTicket
 from splitroll.dispatch.gate import WeightedGate
-from splitroll.dispatch.policy import GroupRoute, Part, share
-from splitroll.dispatch.prefix import block_hashes
+from splitroll.dispatch.ledger import DispatchStats, Ledger
+from splitroll.dispatch.policy import Part, share
 from splitroll.dispatch.progress import (
     Crossing,
     Cut,
-    DispatchStats,
     Listener,
     Places,
     Progress,
@@ -94,20 +93,19 @@ class Dispatcher:
         moves: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.stats = DispatchStats()
         self.barrier = Barrier(limits.recovery_timeout_s)
         self.allocator = Allocator(
             settings.policy,
             elastic=settings.roles == "elastic",
             spread=settings.decode_engines_per_group,
         )
+        self._ledger = Ledger(self.allocator)
         self._fleet = fleet
         self._handoff = handoff
         self._settings = settings
         self._limits = limits
         self._clock = clock
         self._moves = moves and settings.policy == "adaptive" and settings.roles == "elastic"
-        self._noting: list[Callable[[Sample], None]] = []
         self._ids = itertools.count()
         self._id_prefix = os.urandom(4).hex()
         self._kv_budgets: dict[str, WeightedGate] = {}
@@ -232,7 +230,11 @@ class Dispatcher:
 
     def on_sample(self, note: Callable[[Sample], None]) -> None:
         """Have every sample noted that ends from now on."""
-        self._noting.append(note)
+        self._ledger.on_sample(note)
+
+    @property
+    def stats(self) -> DispatchStats:
+        return self._ledger.stats
 
     @property
     def load(self) -> dict[str, int]:
@@ -295,7 +297,7 @@ class Dispatcher:
             if route is None:
                 progress.causes.append("no engine is up")
                 return
-            why = self._explain(route)
+            why = self._ledger.explain(route)
             for part, indices in share(fresh, route.parts):
                 # All load counts from now, before any task has begun.
                 now = self._clock()
@@ -394,8 +396,7 @@ class Dispatcher:
         version = self._fleet.weight_version
         result = await self._handoff.decode(engine, handle, [request], weight_version=version)
         source = Source(handle, RouteKind.MIGRATED, self._clock(), {})
-        self._note_result(result, source, engine, progress)
-        self._learn(result, source, None, part.decode, request.request_id, {0: request})
+        self._note_leg(result, source, engine, request, progress)
         return result.handed_off
 
     def _take_off(self, ticket: PrefillTicket, places: Places, task: object) -> None:
@@ -496,7 +497,7 @@ class Dispatcher:
         )
         if route is None:
             return None
-        self._explain(route)
+        self._ledger.explain(route)
         return route.parts[0]
 
     def _give_back(self, handle: KvHandle | None) -> None:
@@ -558,15 +559,16 @@ class Dispatcher:
         indices = {request.request_id: i for i, request in requests.items()}
         leader = next(iter(requests.values())).request_id
         result = DecodeResult()
-        ticket = source.ticket
-        if ticket is None and source.handle is None:
-            ticket = self.allocator.begin_prefill(number, piece, self._clock())
+        if source.ticket is None and source.handle is None:
+            source = replace(
+                source, ticket=self.allocator.begin_prefill(number, piece, self._clock())
+            )
         self.allocator.note_prompt(number, piece)
         running |= {request_id: (engine, index) for request_id, index in indices.items()}
 
         def arrived() -> None:
-            if ticket is not None:
-                self.allocator.books.end_prefill(ticket, self._clock())
+            if source.ticket is not None:
+                self.allocator.books.end_prefill(source.ticket, self._clock())
             if source.crossing is not None:
                 self.barrier.arrived(source.crossing)
             progress.listener.on_kv()
@@ -582,7 +584,7 @@ class Dispatcher:
                 index = indices[request.request_id]
                 places.release(index)
                 running.pop(request.request_id, None)
-                leg = self._leg(name, source, request, leader, result, progress)
+                leg = source.leg(name, request.request_id, leader, result, progress)
                 if output is None:
                     progress.keep_sent(index, leg)
                     return
@@ -607,38 +609,7 @@ class Dispatcher:
                 )
             finally:
                 arrived()
-            self._note_result(result, source, engine, progress)
-            self._learn(result, source, ticket, number, leader, requests)
-
-    def _leg(
-        self,
-        name: str,
-        source: Source,
-        request: DecodeRequest,
-        leader: str,
-        result: DecodeResult,
-        progress: Progress,
-    ) -> Leg:
-        kind, handle, waited_s = source.kind, source.handle, 0.0
-        if request.request_id != leader and handle is not None:
-            kind = RouteKind.SHARED
-            waited_s = result.waited_s.get(leader, 0.0)
-        prefill = name if handle is None else handle.prefill_engine
-        moved_s = None
-        if source.moved is not None:
-            prefill, moved_s = source.moved
-        return Leg(
-            kind=kind,
-            prefill=prefill,
-            decode=name,
-            prefill_s=0.0 if handle is None else handle.elapsed_s,
-            started_s=source.started_s,
-            accepted_s=progress.accepted_s,
-            leader_waited_s=waited_s,
-            moved_s=moved_s,
-            weight_version=progress.weight_version,
-            why=source.why,
-        )
+            self._note_leg(result, source, engine, requests[indices[leader]], progress)
 
     def _note_output(
         self,
@@ -669,57 +640,24 @@ class Dispatcher:
                 return True
             self._give_back(self._adopt(engine, output, progress))
             sample = replace(sample, finish_reason="abort")
-        for note in self._noting:
-            note(sample)
+        self._ledger.note_sample(sample, leg.decode, progress)
         progress.finish(index, sample, output.stop_reason)
         progress.on_sample()
-        self.stats.decodes[leg.decode] += 1
-        self.stats.routes[sample.route.kind.value] += 1
-        if not early:
-            blocks = block_hashes(
-                sample.prompt_token_ids + sample.token_ids[:-1],
-                engine.info.block_size,
-                progress.work.cache_salt,
-            )
-            number = self.allocator.books.number(leg.decode)
-            self.allocator.note_sample(number, progress.piece, len(sample.token_ids), blocks)
         return False
 
-    def _note_result(
-        self, result: DecodeResult, source: Source, engine: Engine, progress: Progress
-    ) -> None:
-        self.stats.handoffs += result.handed_off
-        progress.recomputed_tokens += result.recomputed_tokens
-        self.stats.recomputed_tokens += result.recomputed_tokens
-        if result.recomputed_tokens:
-            log.warning(
-                "%s computed %d prompt tokens again that %s had handed off",
-                engine.info.name,
-                result.recomputed_tokens,
-                source.handle and source.handle.prefill_engine,
-            )
-        for error in result.errors:
-            self._note_error(error, engine, progress)
-
-    def _learn(
+    def _note_leg(
         self,
         result: DecodeResult,
         source: Source,
-        ticket: PrefillTicket | None,
-        number: int,
-        leader: str,
-        requests: Mapping[int, DecodeRequest],
+        engine: Engine,
+        leader: DecodeRequest,
+        progress: Progress,
     ) -> None:
-        """Tell the allocator what the leader's answer says of caches and transfers."""
-        output = result.outputs.get(leader)
-        if output is None or not output.token_ids:
-            return
-        if source.handle is None and ticket is not None:
-            self.allocator.note_cached(ticket, output.cached_tokens)
-        elif source.handle is not None and result.handed_off:
-            prefill = self.allocator.books.number(source.handle.prefill_engine)
-            tokens = len(next(iter(requests.values())).token_ids)
-            self.allocator.observe_transfer(prefill, number, tokens, output.wait_s)
+        tokens = len(leader.token_ids)
+        name = engine.info.name
+        self._ledger.note_leg(result, source, name, leader.request_id, tokens, progress)
+        for error in result.errors:
+            self._note_error(error, engine, progress)
 
     def _note_error(self, error: SplitrollError, engine: Engine, progress: Progress) -> None:
         """Remember why an attempt failed; a fault of the request itself ends the group."""
@@ -772,17 +710,6 @@ class Dispatcher:
 
     def _mask(self, names: set[str]) -> int:
         return sum(1 << self.allocator.books.number(name) for name in names)
-
-    def _explain(self, route: GroupRoute) -> Mapping[str, Any]:
-        """Return the estimates behind a route, and add them to the ledger."""
-        why = route.why
-        told: dict[str, Any] = {"policy": why.policy}
-        for name in ("local", "handoff", "moved"):
-            if (estimate := getattr(why, name)) is not None:
-                told[f"{name}_ms"] = round(1000 * estimate, 1)
-        if why.local is not None and why.finish is not None:
-            self.stats.saved_s += why.local - why.finish
-        return told
 
     def _track_weights(self) -> None:
         """Forget which prefixes are cached once the weights are others."""

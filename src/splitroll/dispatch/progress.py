@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,29 +15,8 @@ from splitroll.dispatch.books import DecodeTicket, PrefillTicket
 from splitroll.engines.protocol import DecodeOutput, Engine, Tokens
 from splitroll.errors import EngineDied, InvalidRequest
 from splitroll.handoff.handle import KvHandle
-from splitroll.handoff.legs import NOTHING_YET
+from splitroll.handoff.legs import NOTHING_YET, DecodeResult
 from splitroll.types import RouteKind, Sample, version_spans
-
-
-@dataclass(slots=True)
-class DispatchStats:
-    """What was dispatched, by engine name where it is a Counter.
-
-    Attributes:
-        routes: samples by the route that completed them; see `RouteKind`.
-        moves: of samples to another engine with their KV: between two segments or two turns.
-        saved_s: estimated seconds by which the chosen routes were to end sooner than the best ones
-            without a handoff; negative where a policy hands off in spite of them.
-    """
-
-    prefills: Counter[str] = field(default_factory=Counter)
-    decodes: Counter[str] = field(default_factory=Counter)
-    routes: Counter[str] = field(default_factory=Counter)
-    handoffs: int = 0
-    moves: int = 0
-    saved_s: float = 0.0
-    retries: int = 0
-    recomputed_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -200,6 +179,31 @@ class Source:
     crossing: Crossing | None = None
     ticket: PrefillTicket | None = None
     moved: tuple[str, float] | None = None
+
+    def leg(
+        self, decode: str, request_id: str, leader: str, result: DecodeResult, progress: Progress
+    ) -> Leg:
+        """Return how the sample of a request came to be on an engine."""
+        kind, handle, waited_s = self.kind, self.handle, 0.0
+        if request_id != leader and handle is not None:
+            kind = RouteKind.SHARED
+            waited_s = result.waited_s.get(leader, 0.0)
+        prefill = decode if handle is None else handle.prefill_engine
+        moved_s = None
+        if self.moved is not None:
+            prefill, moved_s = self.moved
+        return Leg(
+            kind=kind,
+            prefill=prefill,
+            decode=decode,
+            prefill_s=0.0 if handle is None else handle.elapsed_s,
+            started_s=self.started_s,
+            accepted_s=progress.accepted_s,
+            leader_waited_s=waited_s,
+            moved_s=moved_s,
+            weight_version=progress.weight_version,
+            why=self.why,
+        )
 
 
 @dataclass(frozen=True, slots=True)
