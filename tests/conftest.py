@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import pytest_asyncio
 
@@ -28,6 +29,10 @@ from splitroll.placement import Node, place
 from splitroll.rollout import Rollout
 from splitroll.updater import Updater
 from tiny_model import make_tiny_model
+
+# How long an example takes says what else the machine does.
+hypothesis.settings.register_profile("splitroll", deadline=None)
+hypothesis.settings.load_profile("splitroll")
 
 
 @pytest.fixture(scope="session")
