@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from test_serve import Front, front, over_http, pytestmark
 
 from browser import CHROMIUM, Page, browse
+from front import WARNINGS, Front, front, over_http
 from splitroll.engines.simulated import LatencyModel
 from splitroll.serve.door import Keys
 
 pytestmark = [
-    *pytestmark,
+    *WARNINGS,
     pytest.mark.skipif(
         CHROMIUM is None and "CI" not in os.environ, reason="no Chromium: apt-get install chromium"
     ),

@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import save_file
-from test_updater import weights
 
 from conftest import SimulatedSystem, simulated
 from splitroll.dispatch.assembly import GroupWork
@@ -16,6 +16,10 @@ from splitroll.errors import ConfigError, WeightUpdateFailed
 from splitroll.types import Group, Prompt, SamplingParams
 
 SLOW = LatencyModel(step_s=0.004)
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.full((40, 30), float(value + i)) for i in range(6)}
 
 
 @pytest.fixture

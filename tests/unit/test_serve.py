@@ -7,8 +7,6 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,82 +14,21 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from conftest import SimulatedSystem, simulated
-from splitroll.config import load_checked, load_config
+from front import WARNINGS, front, over_http
+from splitroll.config import load_config
 from splitroll.engines.simulated import LatencyModel
 from splitroll.errors import ConfigError
-from splitroll.rollout import Rollout
 from splitroll.serve.door import Keys
 from splitroll.serve.routes import ROUTES
-from splitroll.serve.service import ADMIN_KEY, API_KEY, check_serve, listen, open_service
+from splitroll.serve.service import ADMIN_KEY, API_KEY, check_serve, listen
 
-pytestmark = [
-    # vLLM, and what it imports, warn about themselves.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
+pytestmark = WARNINGS
 
-ADAPTIVE = ("dispatch.policy=adaptive", "dispatch.roles=elastic")
 SLOW = LatencyModel(step_s=0.004)
 
 
 def ids(count: int) -> list[int]:
     return [5 + 7 * i % 3000 for i in range(count)]
-
-
-@dataclass
-class Front:
-    """A service over a simulated fleet, and a client of it."""
-
-    system: SimulatedSystem
-    rollout: Rollout
-    client: httpx.AsyncClient
-    app: Any
-
-    async def post(self, path: str, **body: Any) -> httpx.Response:
-        return await self.client.post(path, json=body)
-
-    async def complete(self, **body: Any) -> dict[str, Any]:
-        body = {"prompt": list(range(5, 45)), "max_tokens": 6, "temperature": 0, **body}
-        answer = await self.post("/v1/completions", model="tiny", **body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    async def stream(self, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
-        body = {"model": "tiny", "temperature": 0, "stream": True, **body}
-        async with self.client.stream("POST", path, json=body) as answer:
-            lines = [line async for line in answer.aiter_lines() if line]
-        assert lines[-1] == "data: [DONE]"
-        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-    async def assert_idle(self) -> None:
-        assert self.system.dispatcher.load == {}
-        await self.system.handoff.settled()
-        async with asyncio.timeout(5):
-            while set((await self.system.held_blocks()).values()) != {0}:
-                await asyncio.sleep(0.01)
-
-
-@contextlib.asynccontextmanager
-async def front(
-    model: Path, *overrides: str, keys: Keys | None = None, **options: Any
-) -> AsyncIterator[Front]:
-    tree = {
-        "model": str(model),
-        "engine": {"dtype": "float32", "max_model_len": 2048},
-    }
-    config, facts = load_checked(tree, [*ADAPTIVE, *overrides])
-    dispatch = [one for one in overrides if one.startswith("dispatch.")]
-    async with simulated(*ADAPTIVE, *dispatch, **options) as system:
-        rollout = Rollout(
-            config, facts, system.fleet, system.dispatcher, system.updater, system.handoff
-        )
-        async with open_service(rollout, keys or Keys()) as app:
-            transport = httpx.ASGITransport(app=app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
-                yield Front(system, rollout, client, app)
 
 
 async def test_an_answer_has_the_samples_in_the_order_of_the_request(tiny_model: Path) -> None:
@@ -243,24 +180,6 @@ async def test_a_stream_goes_on_where_its_engine_died(tiny_model: Path) -> None:
         assert killed
         assert tokens == expected["choices"][0]["token_ids"]
         await door.assert_idle()
-
-
-@contextlib.asynccontextmanager
-async def over_http(door: Front) -> AsyncIterator[httpx.AsyncClient]:
-    """Serve on a loopback socket."""
-    from splitroll.serve.service import serve
-
-    config = load_config(overrides=["serve.port=0"])
-    stopped = asyncio.Event()
-    with listen(config) as sock:
-        running = asyncio.create_task(serve(door.app, sock, stopped))
-        port = sock.getsockname()[1]
-        try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
-                yield client
-        finally:
-            stopped.set()
-            await asyncio.wait_for(running, 15)
 
 
 async def test_clients_that_go_away_leave_nothing(tiny_model: Path) -> None:

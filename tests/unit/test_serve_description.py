@@ -6,9 +6,9 @@ import asyncio
 import sys
 from pathlib import Path
 
-from test_serve import front, over_http, pytestmark
+from front import WARNINGS, front, over_http
 
-pytestmark = [*pytestmark]
+pytestmark = WARNINGS
 
 ENDLESS = ("/dashboard/events", "/pause")
 """An answer without an end, and one after which all others wait."""

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from front import WARNINGS
 from splitroll import Rollout
 from splitroll.bench.stock_servers import stock_servers
 from splitroll.config import load_checked, load_config
@@ -23,10 +24,7 @@ from splitroll.types import RouteKind
 
 pytestmark = [
     pytest.mark.engines,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    *WARNINGS,
 ]
 
 VOLATILE = ("id", "created", "system_fingerprint", "request_id", "metrics")
