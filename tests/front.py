@@ -16,7 +16,7 @@ import pytest
 from conftest import SimulatedSystem, simulated
 from splitroll.config import load_checked, load_config
 from splitroll.rollout import Rollout
-from splitroll.serve.door import Keys
+from splitroll.serve.door import Door, Keys
 from splitroll.serve.service import listen, open_service, serve
 
 WARNINGS = [
