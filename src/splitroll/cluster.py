@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray._private.state import available_resources_per_node  # ray 2.60 has no public one
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -83,13 +84,43 @@ def _enter_cluster(config: Config) -> None:
     else:
         options.update(address=config.ray.address)
     try:
-        with _signal_handlers_kept():
+        with _signal_handlers_kept(), _loopback_only() if local else contextlib.nullcontext():
             ray.init(logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError) as exc:
         hint = "start one (ray start --head), or leave ray.address out to use this machine"
         allowed = "null, auto, or the address of a Ray cluster that runs"
         found = f"{config.ray.address!r} ({str(exc).splitlines()[0]})"
         raise ConfigError([Problem("ray.address", found, allowed, hint)]) from exc
+
+
+@contextlib.contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Have a Ray of our own listen on loopback only.
+
+    Ray takes 127.0.0.1 for a name of this machine, and listens on all interfaces, unless its
+    switch for machines that can be no clusters is set, which is named after Windows and macOS.
+    """
+    name, before = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    with _environment(name, "0"):  # for the processes that it starts
+        try:
+            yield
+        finally:
+            ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 @contextlib.contextmanager

@@ -43,7 +43,9 @@ class Port:
 
     @property
     def is_loopback(self) -> bool:
-        return ipaddress.ip_address(self.address.partition("%")[0]).is_loopback
+        address = ipaddress.ip_address(self.address.partition("%")[0])
+        inner = getattr(address, "ipv4_mapped", None)
+        return (inner or address).is_loopback
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "loopback": self.is_loopback}
