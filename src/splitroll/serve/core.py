@@ -193,7 +193,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
             leads = self._leading.setdefault(prompt, asyncio.Event())
             listener.on_kv = leads.set
             try:
-                work = self._work(siblings.requests)
+                work = self._work(siblings.requests, key)
                 await self._rollout.dispatcher.run(work, listener=listener)
             finally:
                 leads.set()
@@ -216,17 +216,16 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(leader.wait(), limit_s)
 
-    def _work(self, requests: Sequence[EngineCoreRequest]) -> GroupWork:
+    def _work(self, requests: Sequence[EngineCoreRequest], key: _Key) -> GroupWork:
         first = requests[0]
         params = first.sampling_params
         seeds = [r.sampling_params.seed for r in requests]
         greedy = params.temperature == 0.0
         session = first.session_id
         continues = session is not None and self._has_begun(session)
-        native, plain = _encoded(params)
-        streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
+        tokens, salt, (native, plain), streams, _ = key
         return GroupWork(
-            prompt=Prompt(first.external_req_id or first.request_id, tuple(first.prompt_token_ids)),
+            prompt=Prompt(first.external_req_id or first.request_id, tokens),
             n=len(requests),
             sampling=_ours(params),
             seed=0,
@@ -236,7 +235,7 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
             stream=1 if streams else _AT_THE_END,
             local=params.prompt_logprobs is not None,
             goes_on=_goes_on(params),
-            cache_salt=first.cache_salt,
+            cache_salt=salt,
         )
 
     def _has_begun(self, session: str) -> bool:
@@ -392,10 +391,9 @@ def _check(request: EngineCoreRequest) -> None:
 
 def _group_key(request: EngineCoreRequest) -> _Key:
     params = request.sampling_params
-    native, _ = _encoded(params)
     streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
     tokens = tuple(request.prompt_token_ids)
-    return tokens, request.cache_salt, native, streams, request.session_id
+    return tokens, request.cache_salt, _encoded(params), streams, request.session_id
 
 
 def _encoded(params: Any) -> tuple[bytes, bool]:
