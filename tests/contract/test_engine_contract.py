@@ -512,8 +512,8 @@ async def test_tokens_stream_each_once_and_in_order(pair: Pair, every: int) -> N
     output = events[-1]
     assert isinstance(output, DecodeOutput)
     pieces = [event for event in events if isinstance(event, Tokens)]
-    assert all(every <= len(piece.token_ids) < 2 * every for piece in pieces[:-1])
-    assert len(pieces[-1].token_ids) < 2 * every
+    # At least as many as asked for: an engine puts together what its reader is late for.
+    assert all(len(piece.token_ids) >= every for piece in pieces[:-1])
     assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert sum((piece.token_ids for piece in pieces), ()) == output.token_ids
     assert sum((piece.logprobs for piece in pieces), ()) == output.logprobs

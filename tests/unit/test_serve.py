@@ -397,7 +397,7 @@ async def test_the_dashboards_events_tell_engines_and_samples(chat_model: Path) 
         assert page.headers["content-type"].startswith("text/html")
         assert "http://" not in page.text
         assert "https://" not in page.text, "it works without a network"
-        await door.complete(prompt="w5 w6", n=2, temperature=1)
+        await door.complete(prompt="w5 w6", n=2, temperature=1, ignore_eos=True)
         answer = await door.client.get("/dashboard/events", params={"once": True})
         event = json.loads(answer.text.removeprefix("data: "))
         assert [engine["name"] for engine in event["engines"]] == [
@@ -424,7 +424,7 @@ async def test_the_dashboards_events_tell_engines_and_samples(chat_model: Path) 
 
 async def test_metrics_tell_what_was_done_and_by_whom(tiny_model: Path) -> None:
     async with front(tiny_model, "dispatch.policy=static") as door:
-        await door.complete(n=4, temperature=1, max_tokens=6)
+        await door.complete(n=4, temperature=1, max_tokens=6, ignore_eos=True)
         door.system.launcher.engines["decode-1"].kill()
         await asyncio.sleep(0.3)
         answer = await door.client.get("/metrics")
