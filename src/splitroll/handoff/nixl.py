@@ -45,6 +45,11 @@ class NixlBackend:
             # 0: the process that binds the side channel chooses it (engines/process.py).
             "VLLM_NIXL_SIDE_CHANNEL_PORT": "0",
         }
+        if not spec.gpus:
+            # Over TCP, UCX's keepalive fills buffers that nobody reads: some minutes after two
+            # engines have exchanged KV, the progress thread of one spins and takes a whole core.
+            # A peer that dies closes its sockets, and the kernel looks after silent ones.
+            env["UCX_KEEPALIVE_INTERVAL"] = "inf"
         if spec.host == LOOPBACK and not spec.gpus:
             env["UCX_NET_DEVICES"] = "lo"  # else UCX listens on every interface
         return KvTransfer(config, env)
