@@ -72,8 +72,8 @@ async def front(
         "engine": {"dtype": "float32", "max_model_len": 2048},
     }
     config, facts = load_checked(tree, [*ADAPTIVE, *overrides])
-    dispatch = [one for one in overrides if one.startswith("dispatch.")]
-    async with simulated(*ADAPTIVE, *dispatch, **options) as system:
+    fleets = [one for one in overrides if one.startswith(("dispatch.", "weights.", "limits."))]
+    async with simulated(*ADAPTIVE, *fleets, **options) as system:
         rollout = Rollout(
             config, facts, system.fleet, system.dispatcher, system.updater, system.handoff
         )

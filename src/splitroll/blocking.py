@@ -16,7 +16,7 @@ from splitroll.environment import AnyEnvironment, Encode, EpisodeGroup
 from splitroll.prompts import PromptLike
 from splitroll.rollout import Activity, OnError, Rollout
 from splitroll.types import FailedGroup, Group, SamplingParams
-from splitroll.updater import UpdateReport
+from splitroll.updater import PauseMode, UpdateReport
 
 if TYPE_CHECKING:
     from splitroll.weights.ranks import TrainerRanks
@@ -142,6 +142,23 @@ class BlockingRollout:
         """See `Rollout.update_weights`."""
         rollout = self._open()
         return self._wait(rollout.update_weights(weights, version, partial=partial, ranks=ranks))
+
+    def pause(self, mode: PauseMode = "wait") -> None:
+        """See `Rollout.pause`."""
+        self._wait(self._open().pause(mode))
+
+    def resume(self) -> None:
+        """See `Rollout.resume`."""
+        self._wait(self._open().resume())
+
+    @property
+    def is_paused(self) -> bool:
+        """See `Rollout.is_paused`."""
+        return self._open().is_paused
+
+    def prove(self) -> None:
+        """See `Rollout.prove`."""
+        self._wait(self._open().prove())
 
     def activity(self) -> Activity:
         """Return what the fleet has done so far."""

@@ -2,7 +2,8 @@
 
 SplitrollError
 ├── ConfigError           the configuration or the request cannot work; nothing was started
-│   └── InvalidRequest    a prompt or its sampling parameters cannot be served
+│   ├── InvalidRequest    a prompt or its sampling parameters cannot be served
+│   └── Conflict          it cannot be done now; at another time it can
 ├── FleetError            the fleet as a whole cannot start or go on
 │   ├── EngineStartError  an engine did not come up
 │   ├── EngineDied        an engine that was up is gone
@@ -68,6 +69,10 @@ class ConfigError(SplitrollError):
 
 class InvalidRequest(ConfigError):
     """A prompt or its sampling parameters cannot be served by this fleet."""
+
+
+class Conflict(ConfigError):
+    """What was asked for cannot be done in the state that the fleet is in."""
 
 
 class FleetError(SplitrollError):

@@ -119,22 +119,28 @@ def place(config: Config, nodes: Sequence[Node]) -> tuple[EngineSpec, ...]:
 
 def _wants(config: Config) -> list[_Want]:
     section = config.disaggregation
+    outside = config.router
+    if outside.url is not None:
+        return []
     if not section.enabled:
         both = config.colocated
-        return [_Want(Role.BOTH, "colocated.replicas", both.replicas, both.tensor_parallel_size)]
+        engines = _Want(Role.BOTH, "colocated.replicas", both.replicas, both.tensor_parallel_size)
+        return [] if outside.worker_urls else [engines]
+    prefill = _Want(
+        Role.PREFILL,
+        "disaggregation.prefill_replicas",
+        section.prefill_replicas,
+        section.prefill.tensor_parallel_size,
+    )
+    decode = _Want(
+        Role.DECODE,
+        "disaggregation.decode_replicas",
+        section.decode_replicas,
+        section.decode.tensor_parallel_size,
+    )
     return [
-        _Want(
-            Role.PREFILL,
-            "disaggregation.prefill_replicas",
-            section.prefill_replicas,
-            section.prefill.tensor_parallel_size,
-        ),
-        _Want(
-            Role.DECODE,
-            "disaggregation.decode_replicas",
-            section.decode_replicas,
-            section.decode.tensor_parallel_size,
-        ),
+        *([] if outside.prefill_urls else [prefill]),
+        *([] if outside.decode_urls else [decode]),
     ]
 
 

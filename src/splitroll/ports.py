@@ -13,7 +13,10 @@ import psutil
 
 from splitroll.engines.protocol import EngineInfo
 
-_RAY = {
+_KNOWN = {
+    "vllm_router": "vllm-router",
+    "vllm.entrypoints.openai.api_server": "a vLLM server's HTTP API",
+    "VLLM::EngineCore": "a vLLM server's KV connector",
     "gcs_server": "Ray's control store",
     "raylet": "Ray's node manager",
     "DashboardAgent": "Ray's node agent",
@@ -57,12 +60,14 @@ def fleet_ports(engines: Iterable[EngineInfo]) -> list[Port]:
     purposes = {}
     for info in engines:
         actor, *cores = info.pids
+        if actor == os.getpid():
+            continue  # an engine that is no process of its own
         purposes[actor] = f"{info.name}: its Ray worker"
         purposes |= dict.fromkeys(cores, f"{info.name}: its KV connector's side channel")
     found = []
     for process in _family():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            purpose = purposes.get(process.pid) or _ray_purpose(process)
+            purpose = purposes.get(process.pid) or _purpose(process)
             for connection in process.net_connections("tcp"):
                 if connection.status != psutil.CONN_LISTEN:
                     continue
@@ -77,8 +82,8 @@ def _family() -> list[psutil.Process]:
     return [me, *me.children(recursive=True)]
 
 
-def _ray_purpose(process: psutil.Process) -> str:
+def _purpose(process: psutil.Process) -> str:
     if process.pid == os.getpid():
         return "the driver: its Ray worker"
     line = " ".join(process.cmdline())
-    return next((what for mark, what in _RAY.items() if mark in line), f"unknown: {line[:60]}")
+    return next((what for mark, what in _KNOWN.items() if mark in line), f"unknown: {line[:60]}")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import math
-import os
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -22,26 +21,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from splitroll.config import Config, load_checked, load_config
+from splitroll.config.router import outside_servers
 from splitroll.config.rules import max_model_len
 from splitroll.dispatch.assembly import GroupWork
 from splitroll.dispatch.dispatcher import Dispatcher
 from splitroll.dispatch.observe import observed
 from splitroll.environment import AnyEnvironment, Encode, EnvironmentFactory, EpisodeGroup
 from splitroll.episodes import EpisodeLimits, run_episodes
-from splitroll.errors import FleetError, InvalidRequest, Problem
+from splitroll.errors import ConfigError, FleetError, InvalidRequest, Problem
 from splitroll.fleet.fleet import Fleet
 from splitroll.groups import plan_groups
 from splitroll.handoff.legs import Handoff
 from splitroll.model import ModelFacts
-from splitroll.opening import OnState, backend_of, make_dispatcher, open_fleet
-from splitroll.placement import check_devices, place
+from splitroll.opening import OnState, make_dispatcher, open_fleet
+from splitroll.placement import check_devices
 from splitroll.prompts import PromptLike, Tokenizer
 from splitroll.types import (
     FailedGroup,
     Group,
     SamplingParams,
 )
-from splitroll.updater import Updater, UpdateReport
+from splitroll.updater import PauseMode, Updater, UpdateReport
 
 if TYPE_CHECKING:
     from splitroll.weights.ranks import TrainerRanks
@@ -112,7 +112,7 @@ class Rollout:
         self.dispatcher = dispatcher
         self._handoff = handoff
         self.last_update: UpdateReport | None = None
-        self._updater = updater
+        self.updater = updater
         self.tokenizer = Tokenizer(facts.path)
         self._max_model_len = max_model_len(config, facts)
 
@@ -143,16 +143,14 @@ class Rollout:
         config, facts = load_checked(config, overrides)
         check_devices(config)
         # Imported late: Ray takes a second, and a wrong configuration should be told at once.
-        from splitroll.cluster import RayLauncher, open_cluster, take_inventory
+        from splitroll.launching import open_launching
 
-        async with open_cluster(config):
-            nodes = await take_inventory(wants_gpus=config.devices.kind != "cpu")
-            specs = place(config, nodes)
-            backend = backend_of(config)
-            launcher = RayLauncher(config, facts, backend, fleet_id=os.urandom(4).hex())
+        async with open_launching(config, facts) as launching:
+            config, launcher = launching.config, launching.launcher
             eventful = False
             try:
-                async with open_fleet(config, specs, launcher, on_state) as (fleet, handoff):
+                opening = open_fleet(config, launching.specs, launcher, on_state)
+                async with opening as (fleet, handoff):
                     dispatcher = make_dispatcher(config, fleet, handoff)
                     updater = Updater(
                         fleet,
@@ -161,8 +159,8 @@ class Rollout:
                         config.weights,
                         checkpoint=facts.path,
                         fleet_id=launcher.fleet_id,
-                        address=specs[0].host if len(nodes) == 1 else nodes[0].address,
-                        elsewhere=[s.name for s in specs if s.node_id != nodes[0].id],
+                        address=launching.address,
+                        elsewhere=launching.elsewhere,
                     )
                     try:
                         async with contextlib.AsyncExitStack() as stack:
@@ -172,7 +170,7 @@ class Rollout:
                             yield cls(config, facts, fleet, dispatcher, updater, handoff)
                     finally:
                         await updater.close()
-                        eventful = any(member.restarts for member in fleet.members.values())
+                        eventful = any(m.restarts or m.last_error for m in fleet.members.values())
             except FleetError:
                 eventful = True  # its logs are wanted
                 raise
@@ -358,26 +356,33 @@ class Rollout:
                 anything is changed; or when an update is under way.
             WeightUpdateFailed: naming the engine, the parameter and the cause.
         """
-        report = await self._updater.update(weights, version, partial=partial, ranks=ranks)
+        if outside := outside_servers(self.config):
+            found = f"servers launched outside: {', '.join(outside)}"
+            hint = "update them where they were launched"
+            allowed = "servers that this rollout has started"
+            raise ConfigError([Problem("update_weights", found, allowed, hint)])
+        report = await self.updater.update(weights, version, partial=partial, ranks=ranks)
         self.last_update = report
         return report
 
-    async def pause(self, *, abort: bool = False) -> None:
+    async def pause(self, mode: PauseMode = "wait") -> None:
         """Let nothing be generated until `resume`; returns when nothing is. What is asked for
-        meanwhile waits; weights may be updated.
+        meanwhile waits; weights may be updated, after "keep" only with `weights.in_flight` other
+        than "drain".
 
         Args:
-            abort: end the samples that are under way as they are; else they are waited for.
+            mode: what becomes of the samples that are under way: "wait" for them, "abort" them as
+                they are, or "keep" them where they are. Their time limits go on meanwhile.
 
         Raises:
             ConfigError: a weight update is under way.
             TimeoutError: samples did not end within `weights.timeout_s`; all stays paused.
         """
-        await self._updater.pause(abort=abort)
+        await self.updater.pause(mode)
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """Go on after `pause`; does nothing otherwise."""
-        self._updater.resume()
+        await self.updater.resume()
 
     @property
     def is_paused(self) -> bool:

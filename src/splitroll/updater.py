@@ -17,13 +17,14 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from splitroll.config.schema import Weights
 from splitroll.dispatch.dispatcher import Dispatcher
 from splitroll.engines.protocol import Engine
 from splitroll.errors import (
     ConfigError,
+    Conflict,
     EngineDied,
     LegError,
     Problem,
@@ -51,6 +52,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+PauseMode = Literal["wait", "abort", "keep"]
+"""What a pause does to samples under way: waits for them, ends them as they are, or lets them stand
+still until the fleet goes on."""
 
 _POLL_S = 0.002
 _ABORTED_TIMEOUT_S = 2.0
@@ -174,6 +179,9 @@ class Updater:
         self._busy: int | None = None
         self._membership_closed = False
         self._transaction: _Transaction | None = None
+        self._held = contextlib.ExitStack()
+        self._frozen: dict[str, Engine] = {}
+        """Engines by name that a pause keeps still, with what they have."""
         fleet.on_join(self._bring)
 
     async def update(
@@ -225,21 +233,24 @@ class Updater:
         finally:
             self._busy = None
 
-    async def pause(self, *, abort: bool) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         """See `Rollout.pause`."""
         if self._busy is not None:
             found = f"version {self._busy} is being pushed"
-            raise ConfigError([Problem("pause", found, "no update under way", "wait for it")])
+            raise Conflict([Problem("pause", found, "no update under way", "wait for it")])
         if self._barrier.is_fenced:
             allowed, hint = "a fleet that serves", "push weights: it serves nothing until then"
-            raise ConfigError([Problem("pause", "a failed update's fence", allowed, hint)])
-        self._barrier.pause(partial=abort)
+            raise Conflict([Problem("pause", "a failed update's fence", allowed, hint)])
+        self._barrier.pause(partial=mode == "abort")
         async with asyncio.timeout(self._settings.timeout_s):
-            if abort:
-                await asyncio.gather(*(self._end_work(engine) for engine in self._fleet.ready()))
-            await self._barrier.drained()
+            if mode == "keep":
+                await self._freeze()
+            else:
+                if mode == "abort":
+                    await asyncio.gather(*(self._end_work(e) for e in self._fleet.ready()))
+                await self._barrier.drained()
         if not self._barrier.paused:
-            raise ConfigError([Problem("pause", "resumed meanwhile", "one at a time", "ask again")])
+            raise Conflict([Problem("pause", "resumed meanwhile", "one at a time", "ask again")])
 
     async def _end_work(self, engine: Engine) -> None:
         """End what an engine generates, and leave it able to go on; one that dies ends it too."""
@@ -254,8 +265,110 @@ class Updater:
         except LegError as exc:
             log.warning("%s did not end its work: %s", engine.info.name, exc)
 
-    def resume(self) -> None:
+    async def _freeze(self) -> None:
+        """Let all engines stand still with what they have; KV between two is not waited for."""
+        await self._barrier.interrupt_crossings()
+        await self._handoff.settled()
+        for engine in self._fleet.ready():
+            self._frozen[engine.info.name] = engine
+            await self._unpinned(engine)
+            with contextlib.suppress(EngineDied):  # the health check sees to it
+                await engine.pause()
+
+    async def resume(self) -> None:
+        """See `Rollout.resume`."""
+        frozen, self._frozen = self._frozen, {}
+        for engine in frozen.values():
+            if self._busy is None:  # else the update lets it go on, at its own end
+                with contextlib.suppress(EngineDied):
+                    await engine.resume()
         self._barrier.unpause(updating=self._busy is not None)
+
+    async def hold(self) -> dict[str, Engine]:
+        """Bring the fleet to rest for an update whose steps somebody else drives; returns the
+        engines that take part, paused. `release` or `give_up` ends it.
+
+        Raises:
+            ConfigError: another update is under way.
+            WeightUpdateFailed: it did not come to rest; it goes on as it was.
+        """
+        version = self._check_version(None)
+        self._busy = version
+        fenced = self._barrier.is_fenced
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                self._barrier.shut(partial=self._settings.in_flight == "abort")
+                if self._settings.in_flight == "drain":
+                    await self._barrier.drained()
+                engines = await self._come_to_rest(self._held)
+                await asyncio.gather(*(self._stop(engine) for engine in engines))
+        except Exception as exc:  # a wall: nothing has changed yet, whatever it was
+            await self._let_go_on(fenced=fenced)
+            cause = "it did not come to rest in time" if isinstance(exc, TimeoutError) else exc
+            serving = None if fenced else self._fleet.weight_version
+            raise WeightUpdateFailed(version, serving, [str(cause)]) from exc
+        return {engine.info.name: engine for engine in engines}
+
+    def next_version(self, version: int | None) -> int:
+        """Return the version of the update that `hold` began.
+
+        Raises:
+            ConfigError: it is not above the present one.
+        """
+        busy, self._busy = self._busy, None
+        try:
+            return self._check_version(version)
+        finally:
+            self._busy = busy
+
+    async def release(self, version: int) -> None:
+        """Publish what was loaded since `hold`, and let the fleet go on.
+
+        Raises:
+            WeightUpdateFailed: an engine did not follow; the fleet is fenced.
+        """
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                await asyncio.gather(*(self._publish(e, version) for e in self._fleet.ready()))
+        except Exception as exc:  # a wall: whatever it was, engines may now differ
+            cause = str(exc) or type(exc).__name__
+            self.give_up(cause)
+            raise WeightUpdateFailed(version, None, [cause]) from exc
+        self._fleet.weight_version = version
+        await self._let_go_on(fenced=False)
+
+    def give_up(self, cause: str) -> None:
+        """End what `hold` began: engines may have anything, and serve nothing until an update
+        succeeds."""
+        self._busy = None
+        self._held.close()
+        self._barrier.fence(cause)
+
+    async def _let_go_on(self, *, fenced: bool) -> None:
+        self._busy = None
+        self._held.close()
+        if fenced:
+            self._barrier.fence("a weight update failed")
+            return
+        if self._membership_closed:
+            self._fleet.open_membership()
+            self._membership_closed = False
+        for engine in self._fleet.ready():
+            if engine.info.name not in self._frozen:
+                with contextlib.suppress(EngineDied, LegError):
+                    await engine.resume()
+        self._barrier.reopen()
+
+    async def _stop(self, engine: Engine) -> None:
+        if self._settings.in_flight == "abort":
+            await self._abort(engine)
+        else:
+            await engine.pause()
+
+    async def _publish(self, engine: Engine, version: int) -> None:
+        if not await engine.reset_prefix_cache(preempt=True):
+            raise LegError(engine.info.name, "it refused to drop its KV caches")
+        await engine.set_weight_version(version)
 
     async def close(self) -> None:
         """End an update that is under way, and let go of what the transport keeps."""
@@ -277,6 +390,11 @@ class Updater:
 
     def _check_version(self, version: int | None) -> int:
         current = self._fleet.weight_version
+        if self._frozen and self._settings.in_flight == "drain":
+            hint = "resume first, or set weights.in_flight to keep or abort"
+            found = "paused with what is under way kept"
+            allowed = "no sample half-way, with weights.in_flight: drain"
+            raise Conflict([Problem("update_weights", found, allowed, hint)])
         if self._settings.transport in ("shm", "ipc") and self._elsewhere:
             found = f"{self._settings.transport}, with {', '.join(self._elsewhere)} on other hosts"
             hint = "use disk or nccl: shared memory ends at the host"
@@ -284,7 +402,7 @@ class Updater:
         if self._busy is not None:
             hint = "wait for it: one update at a time"
             found = f"version {self._busy} is being pushed"
-            raise ConfigError([Problem("update_weights", found, "no update under way", hint)])
+            raise Conflict([Problem("update_weights", found, "no update under way", hint)])
         if version is None:
             return current + 1
         if type(version) is not int or version <= current:
@@ -479,16 +597,8 @@ class Updater:
         """See that no KV is in flight, hold the membership, and wait for the first weights."""
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                if self._settings.in_flight != "drain":
-                    await self._barrier.interrupt_crossings()
-                if not self._membership_closed:
-                    await self._fleet.close_membership()
-                    self._membership_closed = True
-                engines = self._fleet.ready()
-                held.enter_context(self._fleet.unwatched(engines))
+                engines = await self._come_to_rest(held)
                 transaction.engines = {engine.info.name: engine for engine in engines}
-                await self._handoff.settled()
-                await asyncio.gather(*(self._unpinned(engine) for engine in engines))
                 while not transaction.outbox.is_readable:
                     if transaction.writing.done():
                         transaction.writing.result()
@@ -500,6 +610,19 @@ class Updater:
         except Exception as exc:  # a wall: nothing has changed yet, whatever the trainer raised
             return Failed(FLEET, f"{type(exc).__name__}: {exc}")
         return Done(FLEET)
+
+    async def _come_to_rest(self, held: contextlib.ExitStack) -> list[Engine]:
+        """See that no KV is in flight, and that no engine joins; returns those that serve."""
+        if self._settings.in_flight != "drain":
+            await self._barrier.interrupt_crossings()
+        if not self._membership_closed:
+            await self._fleet.close_membership()
+            self._membership_closed = True
+        engines = self._fleet.ready()
+        held.enter_context(self._fleet.unwatched(engines))
+        await self._handoff.settled()
+        await asyncio.gather(*(self._unpinned(engine) for engine in engines))
+        return engines
 
     async def _unpinned(self, engine: Engine) -> None:
         """Return when no KV of this engine waits for another, or it died."""
@@ -570,10 +693,7 @@ class Updater:
         name = engine.info.name
         match phase:
             case Phase.PAUSE:
-                if self._settings.in_flight == "abort":
-                    await self._abort(engine)
-                else:
-                    await engine.pause()
+                await self._stop(engine)
             case Phase.LOAD:
                 offer = self._current_offer()
                 if not restoring:
@@ -590,7 +710,8 @@ class Updater:
                 version = self._fleet.weight_version if restoring else transaction.version
                 await engine.set_weight_version(version)
             case Phase.RESUME:
-                await engine.resume()
+                if name not in self._frozen:
+                    await engine.resume()
 
     def _current_offer(self) -> WeightOffer:
         """Return where the version that the fleet serves is.

@@ -39,6 +39,14 @@ def test_the_rest_at_an_age_is_the_mean_over_those_that_were_longer(
         assert model.expected("other", 1024, age) == pytest.approx(max(1.0, expected))
 
 
+def test_limits_near_each_other_learn_together() -> None:
+    model = learnt([40] * 64, max_tokens=2011)
+    assert model.expected("other", 1830) == 40
+    assert model.expected("other", 2047) == 40
+    assert model.expected("other", 1024) == 512, "a limit of another kind says nothing"
+    assert model.expected("other", 30) == 15
+
+
 def test_what_finished_first_does_not_decide_for_long() -> None:
     # The first to finish are the shortest: one of them says little about all.
     model = learnt([8])

@@ -46,9 +46,9 @@ async def test_an_engine_that_dies_in_a_pause_leaves_no_other_paused() -> None:
         begun = asked(system)
         await asyncio.sleep(0.1)
         system.launcher.faults["decode-0"].die_at = "pause"
-        await asyncio.wait_for(system.updater.pause(abort=True), 5)
+        await asyncio.wait_for(system.updater.pause("abort"), 5)
         assert running(system) == {True}
-        system.updater.resume()
+        await system.updater.resume()
         assert (await asyncio.wait_for(begun, 5)).id == "g0"
         assert (await asyncio.wait_for(asked(system, 1), 5)).is_complete
 
@@ -57,9 +57,9 @@ async def test_a_pause_that_is_taken_back_says_so() -> None:
     async with simulated(latency=SLOW) as system:
         begun = asked(system)
         await asyncio.sleep(0.05)
-        pausing = asyncio.create_task(system.updater.pause(abort=False))
+        pausing = asyncio.create_task(system.updater.pause("wait"))
         await asyncio.sleep(0.05)
-        system.updater.resume()
+        await system.updater.resume()
         assert (await begun).is_complete
         with pytest.raises(ConfigError, match="resumed meanwhile"):
             await pausing
@@ -70,12 +70,12 @@ async def test_resuming_what_is_not_paused_opens_nothing_in_an_update(checkpoint
         barrier = system.dispatcher.barrier
         for pauses in (False, True):
             if pauses:
-                await system.updater.pause(abort=False)
+                await system.updater.pause("wait")
             update = asyncio.create_task(system.updater.update(weights(3 + pauses)))
             while system.updater._busy is None:
                 await asyncio.sleep(0)
             barrier.shut(partial=False)  # as its first phase does
-            system.updater.resume()
+            await system.updater.resume()
             assert not barrier._turnstile.is_open
             await update
             assert barrier._turnstile.is_open
@@ -83,13 +83,13 @@ async def test_resuming_what_is_not_paused_opens_nothing_in_an_update(checkpoint
 
 async def test_weights_can_be_pushed_in_a_pause_which_lasts(checkpoint: Path) -> None:
     async with simulated(checkpoint=checkpoint) as system:
-        await system.updater.pause(abort=False)
+        await system.updater.pause("wait")
         waits = asked(system)
         report = await system.updater.update(weights(3))
         await asyncio.sleep(0.05)
         assert report.version == 1
         assert not waits.done()
-        system.updater.resume()
+        await system.updater.resume()
         group = await asyncio.wait_for(waits, 5)
         assert {sample.weight_version for sample in group.samples} == {1}
 
@@ -102,7 +102,7 @@ async def test_a_pause_lifts_no_fence(checkpoint: Path) -> None:
             await system.updater.update(weights(3))
         assert system.dispatcher.barrier.is_fenced
         with pytest.raises(ConfigError, match="fence"):
-            await system.updater.pause(abort=True)
-        system.updater.resume()
+            await system.updater.pause("abort")
+        await system.updater.resume()
         assert system.dispatcher.barrier.is_fenced
         assert not system.dispatcher.barrier._turnstile.is_open

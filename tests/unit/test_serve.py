@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import re
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -265,6 +267,37 @@ async def test_too_much_is_told_so(tiny_model: Path) -> None:
         assert (await door.complete())["choices"]
 
 
+async def test_two_thousand_requests_wait_in_little_memory(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with front(tiny_model) as door:
+        await asyncio.gather(*(door.complete() for _ in range(20)))
+        await door.client.post("/pause?mode=wait")
+        asked, run = 0, door.system.dispatcher.run
+
+        async def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            return await run(*args, **kwargs)
+
+        monkeypatch.setattr(door.system.dispatcher, "run", counted)
+        gc.collect()
+        before = psutil.Process().memory_info().rss
+        prompts = [[5 + i % 4000, *range(5, 505)] for i in range(2000)]
+        waiting = [
+            asyncio.create_task(door.complete(prompt=prompt, temperature=1)) for prompt in prompts
+        ]
+        async with asyncio.timeout(60):
+            while asked < 2000:
+                await asyncio.sleep(0.05)
+        held = psutil.Process().memory_info().rss - before
+        assert held < 200e6, f"{held / 1e6:.0f} MB for 2,000 requests, their client's part included"
+        await door.client.post("/resume")
+        answers = await asyncio.wait_for(asyncio.gather(*waiting), 60)
+        assert all(answer["choices"][0]["finish_reason"] for answer in answers)
+        await door.assert_idle()
+
+
 async def test_keys_open_what_they_are_for(tiny_model: Path) -> None:
     async with front(tiny_model, keys=Keys("api", "admin")) as door:
         for route, methods in ROUTES.items():
@@ -284,7 +317,7 @@ async def test_keys_open_what_they_are_for(tiny_model: Path) -> None:
                     "admin": {"": False, "api": False, "admin": True, "other": False},
                 }.get(access.value, {"": False, "api": True, "admin": False, "other": False})
                 assert statuses == expected, f"{method} {path}"
-        assert (await door.client.get("/collective_rpc")).status_code == 404
+        assert (await door.client.get("/sleep")).status_code == 404
         assert (await door.client.get("/pause")).status_code == 405
 
 
@@ -305,7 +338,30 @@ async def test_a_paused_fleet_generates_nothing_until_it_resumes(
         assert (await door.client.post("/resume")).status_code == 200
         assert (await asyncio.wait_for(waits, 2))["choices"][0]["finish_reason"] == "length"
         assert (await door.client.get("/is_paused")).json() == {"is_paused": False}
-        assert (await door.client.post("/pause?mode=keep")).status_code == 400
+
+
+async def test_what_a_pause_keeps_stands_still_and_goes_on(tiny_model: Path) -> None:
+    async with front(tiny_model, latency=SLOW) as door:
+        body = {"n": 3, "max_tokens": 60, "temperature": 1, "seed": 3, "ignore_eos": True}
+        undisturbed = await door.complete(**body, return_token_ids=True)
+        await door.client.post("/reset_prefix_cache")
+        begun = asyncio.create_task(door.complete(**body, return_token_ids=True))
+        await asyncio.sleep(0.1)
+        answer = await door.client.post("/pause?mode=keep")
+        assert answer.json() == {"status": "paused", "cache_cleared": False}
+        waits = asyncio.create_task(door.complete())
+        before = await door.system.fleet.counters()
+        await asyncio.sleep(0.4)
+        assert await door.system.fleet.counters() == before
+        assert not begun.done()
+        assert not waits.done()
+        assert (await door.client.post("/resume")).status_code == 200
+        kept = await asyncio.wait_for(begun, 5)
+        for ours, theirs in zip(kept["choices"], undisturbed["choices"], strict=True):
+            assert ours["token_ids"] == theirs["token_ids"]
+            assert ours["finish_reason"] == "length"
+        assert (await asyncio.wait_for(waits, 5))["choices"]
+        await door.assert_idle()
 
 
 async def test_requests_are_ended_by_name_or_all(tiny_model: Path) -> None:

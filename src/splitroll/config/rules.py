@@ -5,16 +5,15 @@ Everything here is checked before Ray or an engine starts.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
-import importlib.util
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from splitroll.config.fields import field_names
 from splitroll.config.grpo import grpo_problems
+from splitroll.config.router import router_problems
 from splitroll.config.schema import Config
 from splitroll.errors import ConfigError, Problem
 from splitroll.model import ModelFacts
@@ -64,6 +63,7 @@ def check_config(config: Config, facts: ModelFacts) -> None:
         *_length_problems(config, facts),
         *_group_problems(config),
         *_weight_problems(config),
+        *router_problems(config),
         *grpo_problems(config.train.grpo),
     ]
     if problems:
@@ -231,15 +231,4 @@ def vllm_engine_arguments() -> frozenset[str]:
     Importing vLLM takes seconds; a typing error should be told at once. Empty where vLLM is not
     installed (then the engine itself reports an unknown argument).
     """
-    found = importlib.util.find_spec("vllm")
-    if found is None or not found.submodule_search_locations:
-        return frozenset()
-    source = Path(found.submodule_search_locations[0]) / "engine" / "arg_utils.py"
-    names = {
-        item.target.id
-        for node in ast.parse(source.read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
-        for item in node.body
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-    }
-    return frozenset(names)
+    return field_names("vllm", "engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs"))

@@ -9,6 +9,16 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from splitroll.model import DEFAULT_MODEL
 
+Policy = Literal[
+    "random",
+    "round_robin",
+    "cache_aware",
+    "power_of_two",
+    "consistent_hash",
+    "sticky_least_loaded",
+]
+"""Policies of vllm-router that need nothing else."""
+
 
 class Section(BaseModel):
     """A frozen section that knows all its keys and converts nothing."""
@@ -71,6 +81,42 @@ class Dispatch(Section):
     max_queued_groups: int | None = Field(None, ge=1)
     """Groups of one call that are under way or wait for engines; the others wait for these. Null:
     twice as many as the engines have seats for."""
+
+
+class Router(Section):
+    """Static routing: vLLM's own HTTP servers behind the stock vllm-router."""
+
+    mode: Literal["splitroll", "vllm-router"] = "splitroll"
+    """splitroll: its own engines and dispatch. vllm-router: every engine is a vLLM server, and the
+    router chooses among them; `dispatch` has no say then."""
+    url: str | None = None
+    """Of a router that runs already: it is joined, and nothing is started."""
+    prefill_urls: list[str] = Field(default_factory=list)
+    """Of servers launched outside, which take the place of all prefill engines."""
+    decode_urls: list[str] = Field(default_factory=list)
+    """The same, of the decode engines."""
+    worker_urls: list[str] = Field(default_factory=list)
+    """The same, of the engines with `disaggregation.enabled: false`."""
+    policy: Policy = "cache_aware"
+    prefill_policy: Policy | None = None
+    decode_policy: Policy | None = None
+    """Null: `policy`."""
+    port: int = Field(0, ge=0, le=65535)
+    """Of the router, on this machine's loopback interface; 0 lets the system choose."""
+    max_requests: int = Field(256, ge=1)
+    """Samples that are with the router at once."""
+    start_timeout_s: float = Field(60.0, gt=0)
+    """From the servers' being ready to the router's."""
+    health_interval_s: int = Field(5, ge=1)
+    """Between two of the router's checks of a server; whole seconds. Its own default is 60."""
+    health_failures: int = Field(3, ge=1)
+    """Checks that fail before the router leaves a server out."""
+    circuit_breaker_failures: int | None = Field(10, ge=1)
+    """Requests that fail before the router leaves a server out for a while; null: none do."""
+    retries: int = Field(0, ge=0)
+    """Of a failed request, by the router; a sample that fails is tried again in any case."""
+    arguments: Mapping[str, Any] = Field(default_factory=dict)
+    """Other options of vllm-router, by their names in its RouterArgs."""
 
 
 class Weights(Section):
@@ -147,6 +193,8 @@ class Serve(Section):
     """Sequences that may be unfinished at once; more are answered with status 429."""
     max_body_bytes: int = Field(16 * 1024**2, ge=1024)
     """Of a request."""
+    collective_rpc: bool = False
+    """Whether `/collective_rpc` may call any method of the engines' workers."""
 
 
 class Train(Section):
@@ -178,6 +226,7 @@ class Config(Section):
     disaggregation: Disaggregation = Disaggregation()
     colocated: Colocated = Colocated()
     dispatch: Dispatch = Dispatch()
+    router: Router = Router()
     weights: Weights = Weights()
     ray: Ray = Ray()
     devices: Devices = Devices()

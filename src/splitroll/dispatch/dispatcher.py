@@ -520,7 +520,8 @@ class Dispatcher:
         limit_s = self._limits.recovery_timeout_s
         if self._fleet.ready() or await self._fleet.wait_ready(timeout_s=limit_s):
             return True
-        progress.causes.append(f"no engine came back within {limit_s:g} s")
+        given_up = self._fleet.given_up
+        progress.causes.append(given_up or f"no engine came back within {limit_s:g} s")
         return False
 
     async def _prefill(
@@ -698,6 +699,7 @@ class Dispatcher:
             cache_salt=work.cache_salt,
             native=work.native,
             stream=work.stream,
+            session=work.episode_id or work.prompt.id,
         )
 
     def _places(self, piece: Piece, engine: int, indices: Sequence[int]) -> Places:

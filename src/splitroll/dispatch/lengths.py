@@ -10,7 +10,9 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable
 
 _KEPT = 4096
-"""Finished samples that are remembered for each max_tokens."""
+"""Finished samples that are remembered for each kind of max_tokens."""
+_KIND_BITS = 3
+"""Of max_tokens, that tell kinds apart: those within a quarter to an eighth are of one."""
 _PROMPTS_KEPT = 65_536
 _REFRESH = 64
 _REFRESH_SHARE = 16
@@ -31,7 +33,7 @@ class LengthModel:
 
     def observe(self, prompt: Hashable, max_tokens: int, tokens: int) -> None:
         """Note that a sample has ended by itself, or reached max_tokens."""
-        self._history.setdefault(max_tokens, _History()).add(tokens)
+        self._history.setdefault(_kind(max_tokens), _History()).add(tokens)
         total, count = self._prompts.pop(prompt, (0.0, 0))
         self._prompts[prompt] = (total + tokens, count + 1)
         while len(self._prompts) > _PROMPTS_KEPT:
@@ -39,7 +41,7 @@ class LengthModel:
 
     def expected(self, prompt: Hashable, max_tokens: int, age: int = 0) -> float:
         """Return the tokens that a sample with `age` tokens is expected still to generate."""
-        history = self._history.get(max_tokens)
+        history = self._history.get(_kind(max_tokens))
         if history is None or not history.known:
             return max(1.0, _UNKNOWN_SHARE * (max_tokens - age))
         rest = history.rest(age)
@@ -50,6 +52,13 @@ class LengthModel:
             low, high = _RATIO_RANGE
             rest *= min(high, max(low, own / mean))
         return min(max(1.0, rest), float(max(1, max_tokens - age)))
+
+
+def _kind(max_tokens: int) -> int:
+    """Return a number that limits near each other share: HTTP clients that set none get what the
+    context leaves beside their prompt."""
+    shift = max(0, max_tokens.bit_length() - _KIND_BITS)
+    return max_tokens >> shift << shift
 
 
 class _History:

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from splitroll.types import Role, SamplingParams, VersionSpan
 from splitroll.weights.offer import LoadedWeights, WeightOffer
 
 KvParams = Mapping[str, Any]
 """What a KV connector passes between a prefill and a decode request, opaque to everyone else."""
+
+TransferStep = Literal["init", "start", "update", "finish", "shutdown"]
+"""Of a weight transfer: a trainer joins once, then each update starts, brings parts and ends."""
 
 Candidates = tuple[tuple[int, float, int], ...]
 """Of one position: (token, natural log-probability, rank from 1) of the token that is there, then
@@ -72,6 +75,7 @@ class DecodeRequest:
             `sampling`, but for the lengths and the seed, which are those given here.
         stream: yield `Tokens` when at least this many have come since, fewer than twice as many,
             and what is left at the end; 0 yields none.
+        session: the same of samples that have a prefix in common: of a group, or an episode.
     """
 
     request_id: str
@@ -83,6 +87,7 @@ class DecodeRequest:
     top_logprobs: int = 0
     native: bytes | None = None
     stream: int = 0
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +344,27 @@ class ControlPlane(Protocol):
 
     async def set_weight_version(self, version: int) -> None:
         """Stamp whatever is computed from now on."""
+        ...
+
+    async def transfer_weights(
+        self, step: TransferStep, info: Mapping[str, Any] | None = None
+    ) -> None:
+        """Take a step of vLLM's own weight-transfer API, whose other end a trainer drives.
+
+        Args:
+            info: vLLM's init_info of "init", its update_info of "update".
+
+        Raises:
+            LegError: it failed; between "start" and "finish" the weights may then be anything.
+        """
+        ...
+
+    async def call_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of the engine's workers by name; returns their answers by rank.
+
+        Raises:
+            LegError: what a worker raised.
+        """
         ...
 
     async def close(self) -> None:

@@ -27,6 +27,7 @@ from splitroll.engines.protocol import (
     PrefillOutput,
     PrefillRequest,
     StepStats,
+    TransferStep,
 )
 from splitroll.errors import EngineDied, EngineStartError, LegError, SplitrollError
 from splitroll.placement import EngineSpec
@@ -38,7 +39,13 @@ NAMESPACE = "splitroll"
 _MAX_CONCURRENCY = 10_000
 """Calls that an actor runs at once; the dispatcher bounds them long before this."""
 _CLOSE_TIMEOUT_S = 10.0
+_TICKS = 3
+"""Turns of the loop that an event waits for others of its step."""
 _LOG_TAIL_LINES = 30
+
+
+_Told = DecodeEvent | SplitrollError | None
+"""An event of a sample, why it failed, or None at its end."""
 
 
 class EngineActor:
@@ -49,26 +56,66 @@ class EngineActor:
         self._log_path = log_path
         _keep_files_in(Path(log_path).parent)
         _log_to(Path(log_path))
-        if arguments.cores:
-            os.sched_setaffinity(0, arguments.cores)
+        self._untold: list[tuple[str, _Told]] = []
+        self._news = asyncio.Event()
+        self._decoding: set[asyncio.Task[None]] = set()
 
     async def start(self) -> EngineInfo:
         # Imported here, where the environment that vLLM reads at import is set.
         from splitroll.engines.vllm import VllmEngine
 
         self._engine = VllmEngine(self._arguments, self._log_path)
+        own = os.sched_getaffinity(0)
         try:
+            # What computes stays on the engine's cores; what only passes on may be elsewhere.
+            os.sched_setaffinity(0, self._arguments.cores or own)
             return await self._engine.start()
         except EngineStartError as exc:
             cause = _root_cause(Path(self._log_path)) or exc.cause
             raise EngineStartError(exc.engine, f"{cause} (log: {self._log_path})") from None
+        finally:
+            os.sched_setaffinity(0, own)
 
     async def prefill(self, request: PrefillRequest) -> PrefillOutput:
         return await self._engine.prefill(request)
 
-    async def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeEvent, None]:
-        async for event in self._engine.decode(request):
-            yield event
+    async def decode(self, requests: Sequence[DecodeRequest]) -> None:
+        """Begin to generate samples; what happens is told by `events`."""
+        for request in requests:
+            task = asyncio.create_task(self._decode(request))
+            self._decoding.add(task)
+            task.add_done_callback(self._decoding.discard)
+
+    async def _decode(self, request: DecodeRequest) -> None:
+        name = request.request_id
+        try:
+            async for event in self._engine.decode(request):
+                self._tell(name, event)
+        except SplitrollError as exc:
+            self._tell(name, exc)
+        except Exception as exc:  # a wall: whatever vLLM raises fails that request only
+            cause = f"{type(exc).__name__}: {exc}"
+            self._tell(name, LegError(self._arguments.name, cause))
+        finally:
+            self._tell(name, None)
+
+    def _tell(self, request_id: str, event: _Told) -> None:
+        self._untold.append((request_id, event))
+        self._news.set()
+
+    async def events(self) -> AsyncGenerator[list[tuple[str, _Told]], None]:
+        """Yield what happens to all samples, as long as the actor lives; None is the end of one.
+
+        One stream, since an object of Ray's costs this process, on the engine's core, a millisecond
+        however much is in it: a step's tokens of all sequences go together.
+        """
+        while True:
+            await self._news.wait()
+            for _ in range(_TICKS):
+                await asyncio.sleep(0)
+            self._news.clear()
+            told, self._untold = self._untold, []
+            yield told
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._engine.abort(request_ids)
@@ -106,8 +153,13 @@ class EngineActor:
     async def set_weight_version(self, version: int) -> None:
         await self._engine.set_weight_version(version)
 
-    async def call_workers(self, method: str, kwargs: Mapping[str, Any]) -> list[Any]:
-        return await self._engine.call_workers(method, **kwargs)
+    async def transfer_weights(self, step: TransferStep, info: Mapping[str, Any] | None) -> None:
+        await self._engine.transfer_weights(step, info)
+
+    async def call_workers(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        return await self._engine.call_workers(method, *args, **kwargs)
 
     async def close(self) -> None:
         await self._engine.close()
@@ -120,6 +172,10 @@ class RayEngine(Engine):
         self._name = name
         self._actor = actor
         self._info: EngineInfo | None = None
+        self._unsent: list[DecodeRequest] = []
+        self._samples: dict[str, asyncio.Queue[_Told]] = {}
+        self._following: asyncio.Task[None] | None = None
+        self._gone: EngineDied | None = None
 
     @classmethod
     async def launch(
@@ -150,6 +206,7 @@ class RayEngine(Engine):
         except BaseException:
             engine._kill()
             raise
+        engine._following = asyncio.create_task(engine._follow())
         return engine
 
     @property
@@ -161,12 +218,49 @@ class RayEngine(Engine):
         return await self._call(self._actor.prefill.remote(request))
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeEvent, None]:
-        stream = self._actor.decode.options(num_returns="streaming").remote(request)
-        with self._errors():
-            async for ref in stream:
-                yield await ref
+        if self._gone is not None:
+            raise self._gone
+        events: asyncio.Queue[_Told] = asyncio.Queue()
+        self._samples[request.request_id] = events
+        try:
+            self._send_soon(request)
+            while (event := await events.get()) is not None:
+                if isinstance(event, SplitrollError):
+                    raise event
+                yield event
+        finally:
+            del self._samples[request.request_id]
+
+    def _send_soon(self, request: DecodeRequest) -> None:
+        """Send a request with the others of this turn of the loop."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._unsent.append(request)
+
+    def _send(self) -> None:
+        if self._unsent:
+            requests, self._unsent = self._unsent, []
+            self._actor.decode.remote(requests)
+
+    async def _follow(self) -> None:
+        """Hand what the actor tells to whoever waits for it, until it ends."""
+        stream = self._actor.events.options(num_returns="streaming").remote()
+        try:
+            with self._errors():
+                async for ref in stream:
+                    for request_id, event in await ref:
+                        if (events := self._samples.get(request_id)) is not None:
+                            events.put_nowait(event)
+            self._gone = EngineDied(self._name, "it tells nothing any more")
+        except EngineDied as exc:
+            self._gone = exc
+        except SplitrollError as exc:
+            self._gone = EngineDied(self._name, f"it tells nothing any more: {exc}")
+        for events in self._samples.values():
+            events.put_nowait(self._gone)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        self._send()  # what is aborted must not come after its abort
         await self._call(self._actor.abort.remote(list(request_ids)))
 
     async def release(self, request_id: str, kv: KvParams) -> None:
@@ -202,11 +296,17 @@ class RayEngine(Engine):
     async def set_weight_version(self, version: int) -> None:
         await self._call(self._actor.set_weight_version.remote(version))
 
-    async def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of vLLM's workers; no part of the engine interface."""
-        return await self._call(self._actor.call_workers.remote(method, kwargs))
+    async def transfer_weights(
+        self, step: TransferStep, info: Mapping[str, Any] | None = None
+    ) -> None:
+        await self._call(self._actor.transfer_weights.remote(step, info))
+
+    async def call_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return await self._call(self._actor.call_workers.remote(method, args, kwargs))
 
     async def close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
         try:
             with contextlib.suppress(RayError, TimeoutError):
                 await asyncio.wait_for(self._actor.close.remote(), _CLOSE_TIMEOUT_S)

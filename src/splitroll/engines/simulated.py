@@ -36,6 +36,7 @@ from splitroll.engines.protocol import (
     PrefillRequest,
     StepStats,
     Tokens,
+    TransferStep,
 )
 from splitroll.errors import (
     EngineDied,
@@ -89,6 +90,8 @@ class Faults:
     die_at: str = ""
     """Control call at which it dies: pause, load, reset, publish or resume."""
     hang_at: str = ""
+    fail_transfer: str = ""
+    """Step of a weight transfer that fails."""
     forget_prefixes: bool = False
     """The prefix cache holds nothing: siblings find no KV to share."""
     hang: bool = False
@@ -176,6 +179,8 @@ class SimulatedEngine(Engine):
         """Block hash to the digest of the weights that computed the block, and whether it is."""
         self._weights = "" if checkpoint is None else _digest_of(checkpoint)
         """Digest of the weights; every token depends on it."""
+        self.transfers: list[tuple[str, dict[str, Any]]] = []
+        """Steps of weight transfers that it was asked for."""
         self._running_on = asyncio.Event()
         self._running_on.set()
         self._freed = asyncio.Condition()
@@ -389,6 +394,28 @@ class SimulatedEngine(Engine):
             raise LegError(self._info.name, str(exc)) from exc
         await self._answer()
         return LoadedWeights(asyncio.get_running_loop().time() - begun, (checksums,))
+
+    async def transfer_weights(
+        self, step: TransferStep, info: Mapping[str, Any] | None = None
+    ) -> None:
+        """An update's weights are what its parts say."""
+        self.transfers.append((step, dict(info or {})))
+        await self._control(f"transfer {step}")
+        if self.faults.fail_transfer == step:
+            self.faults.fail_transfer = ""
+            raise LegError(self._info.name, f"simulated fault at {step}")
+        if step == "start":
+            self._weights = "begun"
+        if step == "update":
+            self._weights = _digest({self._weights: repr(info)})
+
+    async def call_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        await self._answer()
+        if method == "compute_weight_checksums":
+            return [{"all": self._weights}]
+        if method != "echo":
+            raise LegError(self._info.name, f"no method {method}")
+        return [[list(args), kwargs]]
 
     async def set_weight_version(self, version: int) -> None:
         await self._control("publish")

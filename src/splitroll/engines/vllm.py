@@ -45,6 +45,7 @@ from splitroll.engines.protocol import (
     PrefillRequest,
     StepStats,
     Tokens,
+    TransferStep,
 )
 from splitroll.errors import (
     EngineDied,
@@ -246,18 +247,13 @@ class VllmEngine:
             await self._answer(self._llm.resume_generation())
 
     async def load_weights(self, offer: WeightOffer) -> LoadedWeights:
-        with self._engine_errors():
-            try:
-                if offer.native is not None:
-                    return await self._answer(self._load_natively(offer.native))
-                if self._arguments.vllm["weight_transfer_config"]["backend"] != WEIGHT_TRANSFER:
-                    return await self._answer(self._reload(offer))
-                load = self._llm.collective_rpc("splitroll_load_weights", args=(offer.to_wire(),))
-                loaded = await self._answer(load)
-            except (EngineDeadError, EngineDied):
-                raise
-            except Exception as exc:  # a wall: whatever a worker raises, it says what was wrong
-                raise LegError(self._arguments.name, _worker_error(exc)) from exc
+        with self._worker_errors():
+            if offer.native is not None:
+                return await self._answer(self._load_natively(offer.native))
+            if self._arguments.vllm["weight_transfer_config"]["backend"] != WEIGHT_TRANSFER:
+                return await self._answer(self._reload(offer))
+            load = self._llm.collective_rpc("splitroll_load_weights", args=(offer.to_wire(),))
+            loaded = await self._answer(load)
         return LoadedWeights(
             seconds=max(seconds for seconds, _ in loaded),
             checksums=tuple(checksums for _, checksums in loaded),
@@ -290,10 +286,32 @@ class VllmEngine:
             await self._answer(self._llm.update_weight_version(str(version)))
         self._weight_version = version
 
-    async def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of vLLM's workers: for benchmarks of vLLM itself."""
-        with self._engine_errors():
-            return list(await self._answer(self._llm.collective_rpc(method, kwargs=kwargs)))
+    async def transfer_weights(
+        self, step: TransferStep, info: Mapping[str, Any] | None = None
+    ) -> None:
+        self._rendezvous = ""  # whatever group our own transport had, this is another one
+        llm, given = self._llm, dict(info or {})
+        call: Coroutine[Any, Any, Any]
+        with self._worker_errors():
+            match step:
+                case "init":
+                    call = llm.init_weight_transfer_engine(
+                        WeightTransferInitRequest(init_info=given)
+                    )
+                case "start":
+                    call = llm.start_weight_update()
+                case "update":
+                    call = llm.update_weights(WeightTransferUpdateRequest(update_info=given))
+                case "finish":
+                    call = llm.finish_weight_update()
+                case "shutdown":
+                    call = llm.shutdown_weight_transfer_engine()
+            await self._answer(call)
+
+    async def call_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        with self._worker_errors():
+            call = self._llm.collective_rpc(method, args=args, kwargs=kwargs)
+            return list(await self._answer(call))
 
     async def close(self) -> None:
         if hasattr(self, "_llm"):
@@ -332,6 +350,18 @@ class VllmEngine:
         except (VLLMClientError, ValueError, TypeError) as exc:
             problem = Problem("request", str(exc), "what vLLM accepts", "change the request")
             raise InvalidRequest([problem]) from exc
+
+    @contextlib.contextmanager
+    def _worker_errors(self) -> Any:
+        """Turn whatever a worker raises into a LegError that says what was wrong."""
+        try:
+            yield
+        except EngineDeadError as exc:
+            raise EngineDied(self._arguments.name, str(exc)) from exc
+        except EngineDied:
+            raise
+        except Exception as exc:  # a wall: see above
+            raise LegError(self._arguments.name, _worker_error(exc)) from exc
 
     async def _warm_up(self) -> None:
         request = DecodeRequest(

@@ -181,6 +181,14 @@ class Fleet:
             if member.engine is not None and (not roles or member.spec.role in roles)
         ]
 
+    @property
+    def given_up(self) -> str | None:
+        """Why nothing will serve any more: all engines are given up; None while one is not."""
+        members = self.members.values()
+        if not all(member.state is MemberState.FAILED for member in members):
+            return None
+        return "; ".join(f"{m.spec.name} is given up: {m.last_error}" for m in members)
+
     async def wait_ready(self, *roles: Role, timeout_s: float) -> bool:
         """Wait until an engine of these roles serves; False when none can, or none does in time."""
 

@@ -8,9 +8,10 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from splitroll.errors import ConfigError
 from splitroll.rollout import Rollout
 from splitroll.serve.metrics import CONTENT_TYPE, Metrics
+from splitroll.serve.refused import Refused
+from splitroll.updater import PauseMode
 
 if TYPE_CHECKING:
     from splitroll.serve.core import FleetCore, FrontEnd
@@ -58,67 +59,66 @@ def control_router(rollout: Rollout, core: FleetCore, client: FrontEnd) -> APIRo
 
     @router.post("/pause")
     async def pause(
-        mode: Annotated[Literal["abort", "wait", "keep"], Query()] = "abort",
+        mode: Annotated[PauseMode, Query()] = "abort",
         clear_cache: Annotated[bool, Query()] = True,
-    ) -> JSONResponse:
+    ) -> dict[str, Any]:
         """Let nothing be generated on any engine until `/resume`.
 
         Args:
-            mode: what becomes of what is under way: it ends as it is, or is waited for; "keep" is
-                refused.
-            clear_cache: drop prefix caches as well.
+            mode: what becomes of what is under way: it ends as it is, is waited for, or stands
+                still and goes on later.
+            clear_cache: drop prefix caches as well, unless what is under way is kept.
         """
-        if mode == "keep":
-            return _error(400, "a fleet pauses with mode=wait or mode=abort", "BadRequestError")
         try:
-            await rollout.pause(abort=mode == "abort")
-        except ConfigError as exc:
-            return _error(409, str(exc), "ConflictError")
-        except TimeoutError:
+            await rollout.pause(mode)
+        except TimeoutError as exc:
             limit_s = rollout.config.weights.timeout_s
             message = f"samples did not end in {limit_s:g} s; the fleet stays paused"
-            return _error(504, message, "TimeoutError")
-        cleared = clear_cache and await core.reset_prefix_cache_async()
-        return JSONResponse({"status": "paused", "cache_cleared": cleared})
+            raise TimeoutError(message) from exc
+        cleared = clear_cache and mode != "keep" and await core.reset_prefix_cache_async()
+        return {"status": "paused", "cache_cleared": cleared}
 
     @router.post("/resume")
     async def resume() -> dict[str, str]:
-        rollout.resume()
+        await rollout.resume()
         return {"status": "resumed"}
 
     @router.post("/abort_requests")
-    async def abort_requests(request: Request) -> JSONResponse:
+    async def abort_requests(request: Request) -> dict[str, Any]:
         """End requests as they are: those of {"request_ids": [...]}; all, without a body."""
         try:
             asked = AbortRequest.model_validate_json(await request.body() or b"{}")
-        except ValidationError:
+        except ValidationError as exc:
             message = 'the body is {"request_ids": [...]}, or empty to end all'
-            return _error(400, message, "BadRequestError")
+            raise Refused(400, "BadRequestError", message) from exc
         states = client.output_processor.request_states
         if asked.request_ids:
             await client.abort(asked.request_ids)
-            return JSONResponse({"status": "aborted", "aborted": len(asked.request_ids)})
+            return {"status": "aborted", "aborted": len(asked.request_ids)}
         every = list(states)
         await client.abort([*every, *client.output_processor.parent_requests], internal=True)
-        return JSONResponse({"status": "aborted", "aborted": len(every)})
+        return {"status": "aborted", "aborted": len(every)}
 
     @router.post("/reset_prefix_cache")
-    async def reset_prefix_cache(reset_running_requests: bool = False) -> JSONResponse:
+    async def reset_prefix_cache(reset_running_requests: bool = False) -> dict[str, bool]:
         """Drop the prefix caches of all engines; 409 where one has blocks in use."""
-        done = await core.reset_prefix_cache_async(reset_running_requests)
-        if done:
-            return JSONResponse({"status": "reset"})
+        if await core.reset_prefix_cache_async(reset_running_requests):
+            return {"success": True}
         message = "an engine has KV blocks in use: pause the fleet, or wait for its requests"
-        return _error(409, message, "ConflictError")
+        raise Refused(409, "ConflictError", message)
 
     @router.get("/server_info")
     async def server_info(config_format: Literal["text", "json"] = "text") -> dict[str, Any]:
         """What serves, in the form that clients of vLLM look at."""
         counters = await fleet.counters_within(_ASK_TIMEOUT_S)
+        transport = rollout.config.weights.transport
+        native = transport in ("nccl", "ipc")
         return {
+            "weight_transport": transport,
             "vllm_config": {
                 "model": rollout.facts.name,
-                "weight_transfer_config": None,  # its endpoints are not served
+                # By it a trainer knows whether to open a GPU transport of vLLM's.
+                "weight_transfer_config": {"backend": transport} if native else None,
                 "parallel_config": {"world_size": (await get_world_size())["world_size"]},
             },
             "engines": {
@@ -136,8 +136,3 @@ def control_router(rollout: Rollout, core: FleetCore, client: FrontEnd) -> APIRo
         }
 
     return router
-
-
-def _error(status: int, message: str, kind: str) -> JSONResponse:
-    error = {"message": message, "type": kind, "param": None, "code": status}
-    return JSONResponse({"error": error}, status_code=status)

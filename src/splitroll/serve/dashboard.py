@@ -18,6 +18,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from splitroll.engines.protocol import Engine, EngineLoad
 from splitroll.errors import SplitrollError
 from splitroll.rollout import Rollout
+from splitroll.serve.refused import Refused
 from splitroll.types import RouteKind, Sample
 
 _KEPT = 2000
@@ -131,8 +132,7 @@ def dashboard_router(rollout: Rollout) -> APIRouter:
         seen = recorder.find(number)
         if seen is None:
             message = f"sample {number} is not among the newest {_KEPT}"
-            error = {"message": message, "type": "NotFoundError", "param": None, "code": 404}
-            return JSONResponse({"error": error}, status_code=404)
+            raise Refused(404, "NotFoundError", message)
         found = seen.sample
         prompt = await asyncio.to_thread(rollout.tokenizer.decode, found.prompt_token_ids)
         text = await asyncio.to_thread(rollout.tokenizer.decode, found.token_ids)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from dataclasses import dataclass
 from typing import Any
 
+from splitroll.serve.refused import Refused
 from splitroll.serve.routes import Access, methods_of
 
 Message = MutableMapping[str, Any]
@@ -31,16 +32,6 @@ class Keys:
 
     api: str | None = None
     admin: str | None = None
-
-
-class Refused(Exception):
-    """An answer in the place of the service's."""
-
-    def __init__(self, status: int, kind: str, message: str, **headers: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-        self.headers = headers
 
 
 class Door:
@@ -270,11 +261,10 @@ def _forbidden_in(tree: Any, path: str) -> Iterator[str]:
 
 
 async def _answer(send: Send, refused: Refused) -> None:
-    error = {"message": str(refused), "type": refused.kind, "param": None, "code": refused.status}
     headers = dict(refused.headers)
     if refused.status == 401:
         headers["www-authenticate"] = "Bearer"
-    await _answer_json(send, refused.status, {"error": error}, headers)
+    await _answer_json(send, refused.status, refused.body(), headers)
 
 
 async def _answer_json(

@@ -41,6 +41,13 @@ ROUTES: Mapping[str, Mapping[str, Access]] = {
     "/resume": {"POST": Access.ADMIN},
     "/abort_requests": {"POST": Access.ADMIN},
     "/reset_prefix_cache": {"POST": Access.ADMIN},
+    "/init_weight_transfer_engine": {"POST": Access.ADMIN},
+    "/shutdown_weight_transfer_engine": {"POST": Access.ADMIN},
+    "/start_weight_update": {"POST": Access.ADMIN},
+    "/update_weights": {"POST": Access.ADMIN},
+    "/finish_weight_update": {"POST": Access.ADMIN},
+    "/weight_checker": {"POST": Access.ADMIN},
+    "/collective_rpc": {"POST": Access.ADMIN},
 }
 """By path and method; whatever is not here does not exist. Of a path that ends with a slash, all
 paths that begin so."""

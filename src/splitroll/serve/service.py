@@ -11,16 +11,21 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 
 from splitroll.config.schema import Config
+from splitroll.driven import DrivenUpdates
 from splitroll.engines.arguments import front_end_arguments
-from splitroll.errors import ConfigError, Problem
+from splitroll.errors import ConfigError, Problem, SplitrollError
 from splitroll.rollout import Rollout
 from splitroll.serve.control import control_router
 from splitroll.serve.dashboard import dashboard_router
 from splitroll.serve.door import Door, Keys
+from splitroll.serve.refused import Refused, refusal_of
 from splitroll.serve.routes import ROUTES
+from splitroll.serve.weights import weights_router
 
 API_KEY, ADMIN_KEY = "SPLITROLL_API_KEY", "SPLITROLL_ADMIN_KEY"
 """Environment variables: secrets are in no configuration."""
@@ -37,6 +42,10 @@ def check_serve(config: Config, environment: Mapping[str, str]) -> Keys:
     """
     keys = Keys(environment.get(API_KEY) or None, environment.get(ADMIN_KEY) or None)
     section = config.serve
+    if config.router.mode != "splitroll":
+        hint = "the router has an address of its own: generate with a Rollout, or ask it directly"
+        found = repr(config.router.mode)
+        raise ConfigError([Problem("router.mode", found, "'splitroll', to serve", hint)])
     if section.host not in _LOOPBACK and (keys.api is None or keys.admin is None):
         missing = API_KEY if keys.api is None else ADMIN_KEY
         hint = "set both, or listen on 127.0.0.1"
@@ -84,11 +93,22 @@ async def open_service(rollout: Rollout, keys: Keys) -> AsyncGenerator[Door, Non
     core = FleetCore(rollout)
     config, app = await asyncio.to_thread(vllm_app, arguments.vllm, rollout.facts.name)
     client = FrontEnd(core, config, section.max_queued)
+    fleet = rollout.fleet
+    driven = DrivenUpdates(
+        rollout.updater,
+        rollout.update_weights,
+        rollout.config.weights,
+        fleet.ready,
+        lambda: fleet.weight_version,
+    )
     try:
         await app.attach(client)
         service = FastAPI(title="splitroll", docs_url=None, redoc_url=None)
         service.include_router(control_router(rollout, core, client))
+        service.include_router(weights_router(rollout, driven))
         service.include_router(dashboard_router(rollout))
+        for kind in (Refused, SplitrollError, TimeoutError, RequestValidationError):
+            service.add_exception_handler(kind, _refuse)
         service.mount("/", app.app)  # the door lets in what the routes name
         service.openapi = functools.partial(_description, service, app.app)  # type: ignore[method-assign]
         yield Door(
@@ -97,12 +117,26 @@ async def open_service(rollout: Rollout, keys: Keys) -> AsyncGenerator[Door, Non
             on_closing=lambda: setattr(service.state, "closing", True),
             max_body_bytes=section.max_body_bytes,
             is_full=lambda: client.is_full,
-            version=lambda: rollout.fleet.weight_version,
+            version=lambda: fleet.weight_version,
         )
     finally:
+        driven.close()
         await core.closed()
         core.end_all(client)
         client.shutdown()
+
+
+async def _refuse(request: Request, exc: Exception) -> JSONResponse:
+    if isinstance(exc, RequestValidationError):
+        refused = Refused(400, "BadRequestError", _what_is_wrong(exc))
+    else:
+        refused = refusal_of(exc)
+    return JSONResponse(refused.body(), refused.status, refused.headers)
+
+
+def _what_is_wrong(exc: RequestValidationError) -> str:
+    wrong = [(".".join(map(str, error["loc"])), error["msg"]) for error in exc.errors()]
+    return "; ".join(f"{where}: {what}" for where, what in wrong)
 
 
 async def serve(app: Door, sock: socket.socket, stopped: asyncio.Event) -> None:

@@ -1,4 +1,4 @@
-"""Servers that a benchmark starts as child processes: started in parallel, ended together."""
+"""Servers as child processes: started in parallel, ended together."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 
 import aiohttp
 
-from splitroll.bench.tied import tied
 from splitroll.errors import FleetError
 from splitroll.placement import LOOPBACK
+from splitroll.router.tied import tied
 
 _POLL_S = 0.2
 _POLL_TIMEOUT_S = 5.0
@@ -46,19 +46,28 @@ class Command:
 
 
 @contextlib.contextmanager
-def held_ports(count: int) -> Generator[list[int], None, None]:
-    """Choose free ports of the loopback interface and hold them.
+def held_ports(
+    count: int, host: str = LOOPBACK, first: int = 0
+) -> Generator[list[int], None, None]:
+    """Choose free ports of an interface and hold them.
 
     A socket that sets SO_REUSEADDR and never listens lets another that sets it bind the same port
     by its number, as vLLM's server and vllm-router do. Nobody else is given the port meanwhile:
     neither who asks for any free one nor who binds without that option.
+
+    Args:
+        first: the number that the first is to have, 0 for any.
+
+    Raises:
+        OSError: somebody else has it.
     """
     with contextlib.ExitStack() as stack:
         ports = []
-        for _ in range(count):
-            holder = stack.enter_context(socket.socket())
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        for index in range(count):
+            holder = stack.enter_context(socket.socket(family))
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind((LOOPBACK, 0))
+            holder.bind((host, 0 if index else first))
             ports.append(holder.getsockname()[1])
         yield ports
 
@@ -66,21 +75,21 @@ def held_ports(count: int) -> Generator[list[int], None, None]:
 @contextlib.asynccontextmanager
 async def running(
     commands: Sequence[Command], *, timeout_s: float
-) -> AsyncGenerator[list[int], None]:
+) -> AsyncGenerator[list[Child], None]:
     """Start servers in parallel, wait until all are ready, and end them at exit.
 
-    Yields their process ids, in the order of `commands`. None outlives this process, or the
-    thread that runs this.
+    Yields their processes, in the order of `commands`. None outlives this process, or the thread
+    that runs this.
 
     Raises:
         FleetError: when one ends, or is not ready in time, with the last lines of its log.
     """
-    children: list[_Child] = []
+    children: list[Child] = []
     try:
         for command in commands:
-            children.append(await _Child.start(command))
+            children.append(await Child.start(command))
         await all_of(child.ready(timeout_s) for child in children)
-        yield [child.pid for child in children]
+        yield children
     finally:
         await all_of(child.end() for child in children)
 
@@ -96,7 +105,7 @@ async def all_of(works: Iterable[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Child:
+class Child:
     """One server process."""
 
     def __init__(self, command: Command, process: asyncio.subprocess.Process) -> None:
@@ -105,7 +114,7 @@ class _Child:
         self.pid = process.pid
 
     @classmethod
-    async def start(cls, command: Command) -> _Child:
+    async def start(cls, command: Command) -> Child:
         command.log.parent.mkdir(parents=True, exist_ok=True)
         with command.log.open("wb") as log:
             process = await asyncio.create_subprocess_exec(
@@ -130,6 +139,11 @@ class _Child:
                 await asyncio.sleep(_POLL_S)
         raise self._failed(f"it ended with exit code {self._process.returncode}")
 
+    async def ended(self) -> str:
+        """Return when the process has ended: with what, and the last lines of its log."""
+        code = await self._process.wait()
+        return f"{self._command.name} ended with exit code {code}; {self._last_words()}"
+
     async def end(self) -> None:
         process = self._process
         if process.returncode is None:
@@ -152,10 +166,10 @@ class _Child:
             return False
 
     def _failed(self, cause: str) -> FleetError:
-        told = _last_lines(self._command.log) or "(nothing)"
-        return FleetError(
-            f"{self._command.name} did not start: {cause}; its log ends with:\n{told}"
-        )
+        return FleetError(f"{self._command.name} did not start: {cause}; {self._last_words()}")
+
+    def _last_words(self) -> str:
+        return f"its log ends with:\n{_last_lines(self._command.log) or '(nothing)'}"
 
 
 def _last_lines(log: Path) -> str:

@@ -1,6 +1,6 @@
 """Run a command that cannot outlive its parent, on given cores.
 
-    python -m splitroll.bench.tied PARENT_PID CORES COMMAND...
+    python -m splitroll.router.tied PARENT_PID CORES COMMAND...
 
 CORES is a comma-separated list, or empty for all. The parent is the thread that starts this.
 """
@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 def tied(argv: Sequence[str], cores: Sequence[int]) -> list[str]:
     """Return the command line that runs `argv` tied to this process."""
     where = ",".join(map(str, cores))
-    return [sys.executable, "-m", "splitroll.bench.tied", str(os.getpid()), where, *argv]
+    return [sys.executable, "-m", "splitroll.router.tied", str(os.getpid()), where, *argv]
 
 
 def main() -> None:
