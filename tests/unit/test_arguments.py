@@ -82,6 +82,11 @@ def test_every_engine_has_its_own_connector_id_and_lets_the_binder_choose_the_po
         assert transfer["kv_connector_extra_config"] == {"kv_lease_duration": 90}
 
 
+def test_ucx_keeps_nothing_alive_over_tcp() -> None:
+    assert arguments()["decode-0"].env["UCX_KEEPALIVE_INTERVAL"] == "inf"
+    assert "UCX_KEEPALIVE_INTERVAL" not in arguments(gpus=3)["decode-0"].env
+
+
 def test_roles_of_the_connector_follow_the_roles_of_the_engines() -> None:
     found = arguments("dispatch.roles=strict")
     roles = {name: one.vllm["kv_transfer_config"]["kv_role"] for name, one in found.items()}
