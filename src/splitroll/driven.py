@@ -28,7 +28,6 @@ from splitroll.errors import (
     EngineDied,
     LegError,
     Problem,
-    SplitrollError,
     WeightUpdateFailed,
 )
 from splitroll.updater import Updater, UpdateReport
@@ -72,6 +71,7 @@ class DrivenUpdates:
         self._engines = engines
         self._version = version
         self._session: _Session | None = None
+        self._closed = False
         self._asked: dict[tuple[str, str], asyncio.Future[Answer]] = {}
         self._turn = asyncio.Lock()
         self._watchdog: asyncio.TimerHandle | None = None
@@ -87,6 +87,10 @@ class DrivenUpdates:
             ConfigError: it has no room for them, or this fleet's weights come otherwise.
             LegError, EngineDied: an engine could not join.
         """
+        key = _key("init", info)
+        others = [k for k in self._asked if k[0] in ("init", "shutdown") and k != key]
+        for other in others:
+            del self._asked[other]
         return await self._once("init", info, lambda: self._init(info))
 
     async def shutdown(self) -> Answer:
@@ -121,18 +125,23 @@ class DrivenUpdates:
         """
         return await self._once("finish", {"version": version}, lambda: self._finish(version))
 
-    def close(self) -> None:
-        """Give up what is under way: the fleet ends."""
+    async def close(self) -> None:
+        """Give up what is under way, and return when nothing is."""
+        self._closed = True
         if self._watchdog is not None:
             self._watchdog.cancel()
-        for asked in self._asked.values():
-            asked.cancel()
+        asked = list(self._asked.values())
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        if self._session is not None:
+            self._give_up("the service ended in the middle of an update")
 
     async def _once(
         self, step: TransferStep, body: Mapping[str, Any], work: Callable[[], Awaitable[Answer]]
     ) -> Answer:
         """Answer a repeated request as the first one was or will be, also if its sender is gone."""
-        key = (step, json.dumps(body, sort_keys=True, default=str))
+        key = _key(step, body)
         asked = self._asked.get(key)
         if asked is None:
             asked = asyncio.ensure_future(self._in_turn(work))
@@ -147,14 +156,15 @@ class DrivenUpdates:
             try:
                 return await work()
             finally:
-                if self._session is not None:
+                if self._session is not None and not self._closed:
                     loop = asyncio.get_running_loop()
                     self._watchdog = loop.call_later(self._settings.timeout_s, self._fell_silent)
 
     def _note_end(self, key: tuple[str, str], asked: asyncio.Future[Answer]) -> None:
         """Forget what failed: it may be asked for again."""
-        if asked.cancelled() or asked.exception() is not None:
-            self._asked.pop(key, None)
+        failed = asked.cancelled() or asked.exception() is not None
+        if failed and self._asked.get(key) is asked:
+            del self._asked[key]
 
     def _forget(self, *steps: str) -> None:
         self._asked = {key: asked for key, asked in self._asked.items() if key[0] not in steps}
@@ -169,23 +179,24 @@ class DrivenUpdates:
             return {"message": "Weight transfer initialized"}
         engines = self._engines()
         infos = init_infos(info, {e.info.name: e.info.world_size for e in engines})
-        self._forget("init", "shutdown")
-        await self._each({e.info.name: e for e in engines}, "init", infos)
+        await self._in_time({e.info.name: e for e in engines}, "init", infos)
         return {"message": "Weight transfer initialized"}
 
     async def _shutdown(self) -> Answer:
         if self._native:
-            await self._each({e.info.name: e for e in self._engines()}, "shutdown")
+            await self._in_time({e.info.name: e for e in self._engines()}, "shutdown")
         return {"message": "Weight transfer shut down"}
 
     async def _start(self) -> Answer:
         self._forget("update", "finish")
+        self._session = session = _Session()
         if self._native:
-            session = _Session(engines=await self._updater.hold())
+            try:
+                session.engines = await self._updater.hold()
+            except BaseException:
+                self._session = None
+                raise
             await self._step(session, "start")
-        else:
-            session = _Session()
-        self._session = session
         return {"message": "Weight update started"}
 
     async def _update(self, info: Mapping[str, Any]) -> Answer:
@@ -213,7 +224,7 @@ class DrivenUpdates:
                     raise ConfigError([Problem("update_weights", "nothing", "weights", hint)])
                 report = await self._push(_parameters(session.folders), version)
                 version = report.version
-            except SplitrollError:
+            except Exception:
                 self._end()
                 raise
         self._end()
@@ -246,6 +257,19 @@ class DrivenUpdates:
             self._give_up(cause)
             raise WeightUpdateFailed(self._version() + 1, None, [cause]) from exc
 
+    async def _in_time(
+        self,
+        engines: Mapping[str, Engine],
+        step: TransferStep,
+        infos: Mapping[str, Mapping[str, Any] | None] | None = None,
+    ) -> None:
+        limit_s = self._settings.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._each(engines, step, infos)
+        except TimeoutError as exc:
+            raise TimeoutError(f"{step}: no answer in {limit_s:g} s (weights.timeout_s)") from exc
+
     async def _each(
         self,
         engines: Mapping[str, Engine],
@@ -272,6 +296,10 @@ class DrivenUpdates:
         self._end()
         if self._native:
             self._updater.give_up(cause)
+
+
+def _key(step: TransferStep, body: Mapping[str, Any]) -> tuple[str, str]:
+    return step, json.dumps(body, sort_keys=True, default=str)
 
 
 def init_infos(info: Mapping[str, Any], workers: Mapping[str, int]) -> dict[str, dict[str, Any]]:
@@ -316,4 +344,9 @@ def _parameters(folders: Sequence[Path]) -> Iterator[tuple[str, Any]]:
     from splitroll.weights.disk import read_files  # late: torch takes seconds
 
     for folder in folders:
-        yield from read_files(folder)
+        try:
+            yield from read_files(folder)
+        except Exception as exc:  # a wall: whatever a file's reader raises
+            found, hint = f"{folder}: {exc}", "write it anew"
+            allowed = "safetensors files that can be read"
+            raise ConfigError([Problem("update_info.folder", found, allowed, hint)]) from exc

@@ -270,19 +270,37 @@ class Updater:
         await self._barrier.interrupt_crossings()
         await self._handoff.settled()
         for engine in self._fleet.ready():
-            self._frozen[engine.info.name] = engine
             await self._unpinned(engine)
+            if not self._barrier.paused:  # it was taken back meanwhile
+                break
+            self._frozen[engine.info.name] = engine
             with contextlib.suppress(EngineDied):  # the health check sees to it
                 await engine.pause()
+        if not self._barrier.paused:
+            await self._thaw()
 
     async def resume(self) -> None:
         """See `Rollout.resume`."""
-        frozen, self._frozen = self._frozen, {}
-        for engine in frozen.values():
-            if self._busy is None:  # else the update lets it go on, at its own end
-                with contextlib.suppress(EngineDied):
-                    await engine.resume()
+        # A fenced engine may hold anything, and an update lets its engines go on at its own end.
+        if self._busy is None and not self._barrier.is_fenced:
+            await self._thaw()
+        self._frozen = {}
         self._barrier.unpause(updating=self._busy is not None)
+
+    async def _thaw(self) -> None:
+        """Let the engines go on that a pause keeps still."""
+        await asyncio.gather(*(self._go_on(engine) for engine in self._frozen.values()))
+        self._frozen = {}
+
+    async def _go_on(self, engine: Engine) -> None:
+        """Let an engine go on; one that does not is replaced."""
+        limit_s = self._settings.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await engine.resume()
+        except (EngineDied, LegError, TimeoutError) as exc:
+            cause = str(exc) or f"it did not go on in {limit_s:g} s (weights.timeout_s)"
+            self._fleet.report_death(engine, cause)
 
     async def hold(self) -> dict[str, Engine]:
         """Bring the fleet to rest for an update whose steps somebody else drives; returns the
@@ -302,8 +320,12 @@ class Updater:
                     await self._barrier.drained()
                 engines = await self._come_to_rest(self._held)
                 await asyncio.gather(*(self._stop(engine) for engine in engines))
-        except Exception as exc:  # a wall: nothing has changed yet, whatever it was
+                if not engines:
+                    raise LegError("the fleet", "no engine serves")
+        except BaseException as exc:  # nothing has changed yet, whatever it was
             await self._let_go_on(fenced=fenced)
+            if not isinstance(exc, Exception):
+                raise
             cause = "it did not come to rest in time" if isinstance(exc, TimeoutError) else exc
             serving = None if fenced else self._fleet.weight_version
             raise WeightUpdateFailed(version, serving, [str(cause)]) from exc
@@ -325,15 +347,21 @@ class Updater:
         """Publish what was loaded since `hold`, and let the fleet go on.
 
         Raises:
-            WeightUpdateFailed: an engine did not follow; the fleet is fenced.
+            WeightUpdateFailed: an engine did not follow, or none is left; the fleet is fenced.
         """
+        engines = self._fleet.ready()
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                await asyncio.gather(*(self._publish(e, version) for e in self._fleet.ready()))
+                await asyncio.gather(*(self._publish(engine, version) for engine in engines))
+            if not engines:
+                raise LegError("the fleet", "no engine is left of those that took part")
         except Exception as exc:  # a wall: whatever it was, engines may now differ
             cause = str(exc) or type(exc).__name__
             self.give_up(cause)
             raise WeightUpdateFailed(version, None, [cause]) from exc
+        if self._transport is not None:  # what it keeps is no longer what is served
+            self._transport.close()
+            self._transport = None
         self._fleet.weight_version = version
         await self._let_go_on(fenced=False)
 
@@ -345,19 +373,24 @@ class Updater:
         self._barrier.fence(cause)
 
     async def _let_go_on(self, *, fenced: bool) -> None:
-        self._busy = None
-        self._held.close()
-        if fenced:
-            self._barrier.fence("a weight update failed")
-            return
+        """End what `hold` began; nobody else begins an update before all is as it was."""
+        try:
+            self._held.close()
+            if fenced:
+                self._barrier.fence("a weight update failed")
+                return
+            engines = self._fleet.ready()
+            still = [e for e in engines if self._frozen.get(e.info.name) is not e]
+            await asyncio.gather(*(self._go_on(engine) for engine in still))
+            self._open_membership()
+            self._barrier.reopen()
+        finally:
+            self._busy = None
+
+    def _open_membership(self) -> None:
         if self._membership_closed:
             self._fleet.open_membership()
             self._membership_closed = False
-        for engine in self._fleet.ready():
-            if engine.info.name not in self._frozen:
-                with contextlib.suppress(EngineDied, LegError):
-                    await engine.resume()
-        self._barrier.reopen()
 
     async def _stop(self, engine: Engine) -> None:
         if self._settings.in_flight == "abort":
@@ -588,9 +621,7 @@ class Updater:
             # Nor does an engine join: those that it would be proven against are paused.
             self._barrier.fence(_told(update))
             return
-        if self._membership_closed:
-            self._fleet.open_membership()
-            self._membership_closed = False
+        self._open_membership()
         self._barrier.reopen()
 
     async def _settle_handles(self, transaction: _Transaction, held: contextlib.ExitStack) -> Event:
@@ -615,6 +646,10 @@ class Updater:
         """See that no KV is in flight, and that no engine joins; returns those that serve."""
         if self._settings.in_flight != "drain":
             await self._barrier.interrupt_crossings()
+        if self._membership_closed and not self._fleet.ready():
+            # All engines of a fenced fleet died: those that come back must be let in.
+            self._open_membership()
+            await self._fleet.wait_ready(timeout_s=self._settings.timeout_s)
         if not self._membership_closed:
             await self._fleet.close_membership()
             self._membership_closed = True
@@ -710,7 +745,7 @@ class Updater:
                 version = self._fleet.weight_version if restoring else transaction.version
                 await engine.set_weight_version(version)
             case Phase.RESUME:
-                if name not in self._frozen:
+                if self._frozen.get(name) is not engine:
                     await engine.resume()
 
     def _current_offer(self) -> WeightOffer:

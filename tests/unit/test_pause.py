@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 
 from conftest import SimulatedSystem, simulated
 from splitroll.dispatch.assembly import GroupWork
+from splitroll.engines.protocol import EngineLoad
 from splitroll.engines.simulated import LatencyModel
-from splitroll.errors import ConfigError, WeightUpdateFailed
+from splitroll.errors import ConfigError, Conflict, WeightUpdateFailed
 from splitroll.types import Group, Prompt, SamplingParams
 
 SLOW = LatencyModel(step_s=0.004)
@@ -106,3 +107,71 @@ async def test_a_pause_lifts_no_fence(checkpoint: Path) -> None:
         await system.updater.resume()
         assert system.dispatcher.barrier.is_fenced
         assert not system.dispatcher.barrier._turnstile.is_open
+
+
+async def test_a_fenced_fleet_is_not_set_going_by_resuming(checkpoint: Path) -> None:
+    options = (
+        "weights.on_failure=fence",
+        "weights.in_flight=keep",
+        "limits.recovery_timeout_s=0.3",
+    )
+    async with simulated(*options, checkpoint=checkpoint, latency=SLOW) as system:
+        begun = asked(system)
+        await asyncio.sleep(0.05)
+        await system.updater.pause("keep")
+        assert running(system) == {False}
+        system.launcher.faults["decode-0"].fail_loads = 5
+        with pytest.raises(WeightUpdateFailed):
+            await system.updater.update(weights(3))
+        await system.updater.resume()
+        assert True not in running(system), "they have half of the weights"
+        system.launcher.faults["decode-0"].fail_loads = 0
+        await system.updater.update(weights(4))
+        assert running(system) == {True}
+        assert (await asyncio.wait_for(begun, 5)).is_complete
+
+
+async def test_an_engine_that_does_not_go_on_is_replaced() -> None:
+    async with simulated("weights.timeout_s=0.3", latency=SLOW) as system:
+        begun = asked(system)
+        await asyncio.sleep(0.05)
+        await system.updater.pause("keep")
+        system.launcher.faults["decode-0"].hang_at = "resume"
+        await asyncio.wait_for(system.updater.resume(), 2)
+        system.launcher.faults["decode-0"].hang_at = ""
+        assert (await asyncio.wait_for(begun, 5)).is_complete
+        assert running(system) == {True}
+
+
+async def test_a_pause_that_is_taken_back_leaves_no_engine_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with simulated(latency=SLOW) as system:
+        begun = asked(system)
+        await asyncio.sleep(0.05)
+        engine = system.launcher.engines["decode-0"]
+        load = engine.load
+
+        async def slow_load() -> EngineLoad:
+            await asyncio.sleep(0.05)
+            return await load()
+
+        monkeypatch.setattr(engine, "load", slow_load)
+        pausing = asyncio.create_task(system.updater.pause("keep"))
+        await asyncio.sleep(0.02)
+        await system.updater.resume()
+        with pytest.raises(ConfigError, match="resumed meanwhile"):
+            await pausing
+        assert running(system) == {True}
+        assert (await asyncio.wait_for(begun, 5)).is_complete
+
+
+async def test_weights_wait_for_no_sample_that_stands_still(checkpoint: Path) -> None:
+    async with simulated(checkpoint=checkpoint, latency=SLOW) as system:
+        begun = asked(system)
+        await asyncio.sleep(0.05)
+        await system.updater.pause("keep")
+        with pytest.raises(Conflict, match="half-way"):
+            await system.updater.update(weights(3))
+        await system.updater.resume()
+        assert (await asyncio.wait_for(begun, 5)).is_complete

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -22,6 +23,7 @@ from splitroll.config.schema import Config, Router
 from splitroll.engines.protocol import (
     DecodeOutput,
     DecodeRequest,
+    EngineCounters,
     EngineInfo,
     FirstToken,
     Tokens,
@@ -38,6 +40,7 @@ from splitroll.model import ModelFacts
 from splitroll.placement import Node, place
 from splitroll.router.client import Client, Metrics, generate_body
 from splitroll.router.command_lines import Server, router_argv
+from splitroll.router.guard import Guard
 from splitroll.router.launcher import ROUTER_SPEC, RouterLauncher, as_routed, reserved
 from splitroll.router.routed_engine import RoutedEngine
 from splitroll.serve.service import check_serve
@@ -420,6 +423,26 @@ async def test_an_aborted_sample_keeps_what_has_come(
             await asyncio.sleep(0.01)
 
 
+async def test_a_sample_that_is_aborted_before_it_began_ends(engine: RoutedEngine) -> None:
+    running = asyncio.create_task(events(engine, asking()))
+    await asyncio.sleep(0)
+    await engine.abort(["r1"])
+    (output,) = await asyncio.wait_for(running, 2)
+    assert (output.finish_reason, output.token_ids) == ("abort", ())
+
+
+async def test_a_sample_that_nobody_aborted_does_not_end_as_if(
+    engine: RoutedEngine, server: FakeServer
+) -> None:
+    server.pause_s = 0.1
+    sampling = replace(asking().sampling, max_tokens=200)
+    running = asyncio.create_task(events(engine, asking(sampling=sampling, stream=1)))
+    await asyncio.sleep(0.2)
+    await engine.close()
+    with pytest.raises(EngineDied, match="closed"):
+        await asyncio.wait_for(running, 2)
+
+
 @pytest.mark.parametrize(
     ("status", "text", "kind", "told"),
     [
@@ -593,6 +616,78 @@ async def test_decode_that_computes_prompts_again_is_told(
         return counters
 
     engine.counters_by_server = later  # type: ignore[method-assign]
-    with pytest.raises(ProofError, match=r"computed 80 prompt tokens itself .* PD is silently off"):
+    with pytest.raises(ProofError, match=r"decode-0 computed 80 prompt tokens .* silently off"):
         await launcher("router.url=http://h:1")._prove(engine)
     await engine.close()
+
+
+async def test_decode_that_tells_of_no_prompt_is_no_proof(
+    server: FakeServer, launcher: Callable[..., RouterLauncher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("splitroll.router.launcher._COUNTERS_LAG_S", 0.1)
+    behind = [Server(f"decode-{i}", Role.DECODE, server.url) for i in range(2)]
+    engine = RoutedEngine(INFO, server.url, behind, Client("router"), "m", text_of)
+    with pytest.raises(ProofError, match="of any of 8 prompts"):
+        await launcher("router.url=http://h:1")._prove(engine)
+    prompts = [body["token_ids"] for path, _, body in server.asked if "generate" in path]
+    assert len({prompt[0] for prompt in prompts}) == 8, "each goes where the router likes"
+    await engine.close()
+
+
+async def test_every_decode_server_is_proven(
+    server: FakeServer, launcher: Callable[..., RouterLauncher]
+) -> None:
+    """Two of three take KV over; the third one's tokens must not be lost in the sum."""
+    behind = [Server(f"decode-{i}", Role.DECODE, server.url) for i in range(3)]
+    engine = RoutedEngine(INFO, server.url, behind, Client("router"), "m", text_of)
+    asked = 0
+
+    async def counters() -> dict[str, EngineCounters]:
+        nonlocal asked
+        asked += 80
+        moved = EngineCounters(pulled_tokens=asked)
+        computed = EngineCounters(computed_tokens=asked)
+        return {"decode-0": moved, "decode-1": computed, "decode-2": moved}
+
+    engine.counters_by_server = counters  # type: ignore[method-assign]
+    with pytest.raises(ProofError, match="decode-1 computed"):
+        await launcher("router.url=http://h:1")._prove(engine)
+    await engine.close()
+
+
+# -- the guard in front of servers of ours ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("POST", "/inference/v1/generate", {}, 200),
+        ("POST", "/v1/completions", {}, 200),
+        ("GET", "/health", {}, 200),
+        ("GET", "/metrics", {}, 200),
+        ("POST", "/v1/completions", {"origin": "http://evil"}, 403),
+        ("POST", "/collective_rpc", {}, 403),
+        ("POST", "/pause", {}, 403),
+        ("POST", "/inference/v1/abort_requests", {}, 403),
+        ("POST", "/update_weights", {"x-splitroll-token": "wrong"}, 403),
+        ("POST", "/update_weights", {"x-splitroll-token": "secret"}, 200),
+        ("POST", "/pause", {"x-splitroll-token": "secret", "origin": "http://evil"}, 403),
+    ],
+)
+async def test_servers_are_changed_by_their_rollout_alone(
+    monkeypatch: pytest.MonkeyPatch, method: str, path: str, headers: dict[str, str], status: int
+) -> None:
+    monkeypatch.setenv("SPLITROLL_SERVER_TOKEN", "secret")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    transport = httpx.ASGITransport(app=Guard(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://h") as client:
+        assert (await client.request(method, path, headers=headers)).status_code == status
+    monkeypatch.delenv("SPLITROLL_SERVER_TOKEN")
+    transport = httpx.ASGITransport(app=Guard(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://h") as client:
+        answer = await client.post("/pause", headers={"x-splitroll-token": ""})
+        assert answer.status_code == 403, "no token opens nothing"

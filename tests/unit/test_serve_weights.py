@@ -253,6 +253,79 @@ async def test_a_trainer_that_falls_silent_is_given_up(tiny_model: Path) -> None
         assert (await door.complete())["choices"]
 
 
+async def test_a_fleet_whose_engines_all_died_publishes_nothing(tiny_model: Path) -> None:
+    async with front(tiny_model, *NATIVE, "weights.timeout_s=1") as door:
+        await ok(door, "/start_weight_update")
+        await ok(door, "/update_weights", update_info={"names": ["w0"]})
+        for engine in door.system.launcher.engines.values():
+            engine.kill()
+        await refused(door, "/finish_weight_update", 500)
+        assert door.rollout.weight_version == 0
+        await refused(door, "/start_weight_update", 500)
+
+
+async def test_engines_that_come_back_to_a_fenced_fleet_are_let_in(tiny_model: Path) -> None:
+    options = [one for one in NATIVE if "restarts" not in one]
+    async with front(tiny_model, *options, "weights.timeout_s=2") as door:
+        door.system.launcher.faults["decode-1"].fail_transfer = "update"
+        await ok(door, "/start_weight_update")
+        await refused(door, "/update_weights", 500, update_info={"names": ["w0"]})
+        for engine in door.system.launcher.engines.values():
+            engine.kill()
+        async with asyncio.timeout(5):
+            while door.system.fleet.ready():
+                await asyncio.sleep(0.01)
+        await ok(door, "/start_weight_update")
+        await ok(door, "/update_weights", update_info={"names": ["w0"]})
+        await ok(door, "/finish_weight_update")
+        assert door.rollout.weight_version == 1
+        assert (await door.complete())["choices"]
+
+
+async def test_init_is_done_once_however_often_it_is_sent(tiny_model: Path) -> None:
+    async with front(tiny_model, *NATIVE) as door:
+        info = {"rank_offset": 1, "world_size": 4}
+        path = "/init_weight_transfer_engine"
+        await asyncio.gather(*(ok(door, path, init_info=info) for _ in range(2)))
+        await ok(door, path, init_info=info)
+        assert steps(door)["decode-0"] == ["init"]
+        await ok(door, path, init_info={**info, "master_port": 7})
+        await ok(door, path, init_info=info)
+        assert steps(door)["decode-0"] == ["init"] * 3, "another group is joined anew"
+
+
+async def test_who_waits_for_a_rendezvous_holds_nobody_up_for_ever(tiny_model: Path) -> None:
+    async with front(tiny_model, *NATIVE, "weights.timeout_s=0.3") as door:
+        door.system.launcher.faults["decode-0"].hang_at = "transfer init"
+        told = await refused(door, "/init_weight_transfer_engine", 504, init_info={})
+        assert "no answer in 0.3 s" in told
+
+
+async def test_a_file_that_cannot_be_read_ends_its_update_only(
+    tiny_model: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    async with front(tiny_model, checkpoint=checkpoint) as door:
+        broken = tmp_path / "broken"
+        broken.mkdir()
+        (broken / "model.safetensors").write_bytes(b"nothing of the kind")
+        await ok(door, "/start_weight_update")
+        await ok(door, "/update_weights", update_info={"folder": str(broken)})
+        assert "broken" in await refused(door, "/finish_weight_update", 400)
+        await ok(door, "/start_weight_update")
+        await ok(door, "/update_weights", **pushed(tmp_path, 3))
+        assert (await ok(door, "/finish_weight_update"))["weight_version"] == "1"
+
+
+async def test_a_service_that_ends_leaves_no_fleet_at_rest(tiny_model: Path) -> None:
+    async with front(tiny_model, *NATIVE) as door:
+        await ok(door, "/start_weight_update")
+        system = door.system
+        busy = system.updater._busy
+    assert busy == 1
+    assert system.updater._busy is None
+    assert system.dispatcher.barrier.is_fenced
+
+
 async def test_one_update_at_a_time(tiny_model: Path, checkpoint: Path, tmp_path: Path) -> None:
     async with front(tiny_model, *NATIVE, checkpoint=checkpoint) as door:
         await ok(door, "/start_weight_update")

@@ -173,6 +173,7 @@ class RayEngine(Engine):
         self._actor = actor
         self._info: EngineInfo | None = None
         self._unsent: list[DecodeRequest] = []
+        self._sending: set[asyncio.Task[None]] = set()
         self._samples: dict[str, asyncio.Queue[_Told]] = {}
         self._following: asyncio.Task[None] | None = None
         self._gone: EngineDied | None = None
@@ -240,7 +241,26 @@ class RayEngine(Engine):
     def _send(self) -> None:
         if self._unsent:
             requests, self._unsent = self._unsent, []
-            self._actor.decode.remote(requests)
+            try:
+                taken = self._actor.decode.remote(requests)
+            except Exception as exc:  # a wall: whoever waits must be answered
+                self._fail(requests, LegError(self._name, str(exc)))
+                return
+            sending = asyncio.create_task(self._see_taken(requests, taken))
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
+
+    async def _see_taken(self, requests: Sequence[DecodeRequest], taken: Awaitable[None]) -> None:
+        """See that requests reach the actor; what does not fails just these."""
+        try:
+            await self._call(taken)
+        except SplitrollError as exc:
+            self._fail(requests, exc)
+
+    def _fail(self, requests: Sequence[DecodeRequest], error: SplitrollError) -> None:
+        for request in requests:
+            if (events := self._samples.get(request.request_id)) is not None:
+                events.put_nowait(error)
 
     async def _follow(self) -> None:
         """Hand what the actor tells to whoever waits for it, until it ends."""
@@ -251,13 +271,14 @@ class RayEngine(Engine):
                     for request_id, event in await ref:
                         if (events := self._samples.get(request_id)) is not None:
                             events.put_nowait(event)
-            self._gone = EngineDied(self._name, "it tells nothing any more")
         except EngineDied as exc:
             self._gone = exc
-        except SplitrollError as exc:
+        except Exception as exc:  # a wall: whoever waits must be answered
             self._gone = EngineDied(self._name, f"it tells nothing any more: {exc}")
-        for events in self._samples.values():
-            events.put_nowait(self._gone)
+        finally:  # also when it is closed, with samples in flight
+            self._gone = self._gone or EngineDied(self._name, "it was closed")
+            for events in self._samples.values():
+                events.put_nowait(self._gone)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._send()  # what is aborted must not come after its abort

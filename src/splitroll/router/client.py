@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from splitroll.engines.protocol import DecodeRequest, EngineCounters, EngineLoad
 from splitroll.errors import InvalidRequest, LegError, Problem
 from splitroll.router.command_lines import Server
+from splitroll.router.guard import TOKEN_HEADER
 
 SESSION_HEADER = "x-session-id"
 """Where vllm-router's consistent_hash looks for what belongs together."""
@@ -39,10 +40,12 @@ class Client:
 
     Args:
         name: of who is asked, in errors.
+        token: that servers which we started ask for before they change anything.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, token: str = "") -> None:
         self._name = name
+        self._headers = {TOKEN_HEADER: token} if token else None
         # The limits are those of whoever asks; a server may close an idle connection just when it
         # is used again, so none is.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -67,7 +70,8 @@ class Client:
         self, url: str, body: Any = None, params: Mapping[str, str] | None = None
     ) -> Any:
         """Return the answer's JSON; LegError with what it says if it is an error."""
-        async with self._session.post(url, json=body, params=params) as answer:
+        asking = self._session.post(url, json=body, params=params, headers=self._headers)
+        async with asking as answer:
             text = await answer.text()
             self._check(answer.status, text)
             return json.loads(text) if text else None

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
+import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +43,8 @@ from splitroll.router.ray_server import RayServer, ServerPlan
 from splitroll.router.routed_engine import ROUTER, RoutedEngine
 from splitroll.types import Role, SamplingParams
 
+log = logging.getLogger(__name__)
+
 ROUTER_SPEC = EngineSpec(ROUTER, Role.BOTH, "local", LOOPBACK, 1, (), (), 1)
 """The one engine that the fleet sees."""
 
@@ -48,7 +52,11 @@ _VOCAB_FOR_PROOF = 4096
 _PROOF_TOKENS = 4
 _PROOF_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 10.0
-_COUNTERS_LAG_S = 0.5
+_PROOFS = 4
+"""Prompts per decode server that are sent at most, until each was given one."""
+_FIRST_TOKEN = 100
+_COUNTERS_LAG_S = 5.0
+_COUNTERS_POLL_S = 0.1
 _BLOCK_SIZE = 16
 """Where no server tells its own."""
 
@@ -132,6 +140,7 @@ class RouterLauncher:
         self._facts = facts
         self._specs = tuple(specs)
         self._endpoint = endpoint
+        self._token = secrets.token_hex(16)
 
     def tidy(self) -> None:
         """Remove the files on this machine, after an uneventful life."""
@@ -159,7 +168,7 @@ class RouterLauncher:
 
     async def _assemble(self, stack: contextlib.AsyncExitStack, generation: int) -> RoutedEngine:
         begun = time.monotonic()
-        client = Client(ROUTER)
+        client = Client(ROUTER, self._token)
         stack.push_async_callback(client.close)
         started: list[RayServer] = []
         stack.push_async_callback(_close_all, started)
@@ -204,6 +213,7 @@ class RouterLauncher:
             spec.host,
             str(self.folder / f"{spec.name}-{generation}.log"),
             self._config.limits.start_timeout_s,
+            self._token,
         )
         name = actor_name(self.fleet_id, spec.name, generation)
         started.append(await RayServer.launch(spec, name, plan))
@@ -293,36 +303,63 @@ class RouterLauncher:
         )
 
     async def _prove(self, engine: RoutedEngine) -> None:
-        """Ask for a few tokens, and see whether decode computed prompts that prefill had computed:
-        the router says nothing when KV does not move.
+        """Ask for a few tokens, and see on every decode server that it took KV over: the router
+        says nothing when decode computes prompts that prefill has computed.
 
         Raises:
             EngineStartError: nothing comes.
-            ProofError: decode computed them.
+            ProofError: a decode server computed them, or tells of none.
         """
-        decoders = [server.name for server in engine.servers if server.role is Role.DECODE]
+        decoders = {server.name for server in engine.servers if server.role is Role.DECODE}
         block_size, longest = engine.info.block_size, engine.info.max_model_len
         prompt = proof_prompt(_VOCAB_FOR_PROOF, block_size, longest)
         before = await engine.counters_by_server()
-        requests = max(1, len(engine.servers))
+        reached: dict[str, EngineCounters] = {}
+        asked = 0
         try:
             async with asyncio.timeout(_PROOF_TIMEOUT_S):
-                for index in range(requests):
-                    await _ask(engine, prompt, index)
+                # Which server a prompt goes to is the router's choice: some more may be needed.
+                while not asked or (decoders - set(reached) and asked < _PROOFS * len(decoders)):
+                    for _ in range(max(1, len(decoders))):
+                        # Prompts that begin alike would go where the first one went.
+                        await _ask(engine, (_FIRST_TOKEN + asked, *prompt[1:]), asked)
+                        asked += 1
+                    reached = await self._reached(engine, decoders, before, asked * len(prompt))
         except (SplitrollError, TimeoutError) as exc:
             cause = str(exc) or f"no answer in {_PROOF_TIMEOUT_S:g} s"
             raise EngineStartError(ROUTER, f"a first request failed: {cause}") from exc
-        if not decoders:
-            return
-        await asyncio.sleep(_COUNTERS_LAG_S)
-        after = await engine.counters_by_server()
-        done = sum((after[name] - before[name] for name in decoders), EngineCounters())
-        if done.computed_tokens > done.pulled_tokens:
+        for name, done in reached.items():
+            if done.computed_tokens > done.pulled_tokens:
+                raise ProofError(
+                    f"behind the router {name} computed {done.computed_tokens} prompt tokens "
+                    f"itself and took over {done.pulled_tokens}: PD is silently off (are all "
+                    "servers' KV connectors on, and of one kind?)"
+                )
+        if decoders and not reached:
             raise ProofError(
-                f"behind the router decode computed {done.computed_tokens} prompt tokens itself "
-                f"and took over {done.pulled_tokens} of {requests * len(prompt)}: PD is silently "
-                "off (are all servers' KV connectors on, and of one kind?)"
+                f"no decode server behind {engine.url} tells of any of {asked} prompts: their KV "
+                "may not have moved at all"
             )
+        for name in sorted(decoders - set(reached)):
+            log.warning("%s: of %d prompts the router gave it none: not proven", name, asked)
+
+    async def _reached(
+        self,
+        engine: RoutedEngine,
+        decoders: Collection[str],
+        before: Mapping[str, EngineCounters],
+        tokens: int,
+    ) -> dict[str, EngineCounters]:
+        """Return what decode servers did since `before`, of those that did anything, once it is
+        all told: metrics lag behind."""
+        end_s = time.monotonic() + _COUNTERS_LAG_S
+        while True:
+            now = await engine.counters_by_server()
+            done = {name: now[name] - before[name] for name in decoders}
+            told = sum(one.computed_tokens + one.pulled_tokens for one in done.values())
+            if told >= tokens // 2 or time.monotonic() > end_s:
+                return {n: d for n, d in done.items() if d.computed_tokens + d.pulled_tokens}
+            await asyncio.sleep(_COUNTERS_POLL_S)
 
 
 async def _close_all(servers: Sequence[RayServer]) -> None:

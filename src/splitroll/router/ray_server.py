@@ -16,11 +16,11 @@ from splitroll.engines.ray_engine import actor_options
 from splitroll.errors import EngineStartError
 from splitroll.placement import EngineSpec
 from splitroll.router.command_lines import Server, server_argv
+from splitroll.router.guard import TOKEN_ENV, Guard
 from splitroll.router.processes import Command, held_ports, running
 
 _CLOSE_TIMEOUT_S = 30.0
-_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
-"""Without it a server takes no weights, and cannot be paused."""
+_GUARD = f"{Guard.__module__}.{Guard.__name__}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class ServerPlan:
     Attributes:
         host: the address that it listens on.
         log: the file that its output goes to; its folder takes all its temporary files.
+        token: that it asks for before it changes anything.
     """
 
     arguments: EngineArguments
@@ -37,6 +38,7 @@ class ServerPlan:
     host: str
     log: str
     timeout_s: float
+    token: str
 
 
 class ServerActor:
@@ -57,10 +59,16 @@ class ServerActor:
             argv = server_argv(plan.arguments, plan.model, port, plan.host)
             command = Command(
                 name=plan.arguments.name,
-                argv=[*argv, "--enable-scale-out"],  # /inference/v1/generate
+                # For /inference/v1/generate; and so that nobody else changes it.
+                argv=[*argv, "--enable-scale-out", "--middleware", _GUARD],
                 ready_url=f"{url}/health",
                 log=Path(plan.log),
-                env={**plan.arguments.env, **_ENVIRONMENT, "TMPDIR": str(folder)},
+                env={
+                    **plan.arguments.env,
+                    "VLLM_SERVER_DEV_MODE": "1",  # else it takes no weights, and cannot be paused
+                    TOKEN_ENV: plan.token,
+                    "TMPDIR": str(folder),
+                },
                 cores=plan.arguments.cores,
             )
             serving = running([command], timeout_s=plan.timeout_s)

@@ -79,6 +79,7 @@ class RoutedEngine(Engine):
         self._decode_text = decode_text
         self._on_close = on_close
         self._weight_version = 0
+        self._aborted: set[str] = set()
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._deaths = [asyncio.create_task(death) for death in deaths]
 
@@ -97,14 +98,20 @@ class RoutedEngine(Engine):
             raise LegError(ROUTER, "a router takes neither KV nor an engine's own parameters")
         pieces: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue()
         reading = asyncio.create_task(self._read(request, pieces))
+        # Not by the task itself: one that is cancelled before its first step runs no code.
+        reading.add_done_callback(lambda _: pieces.put_nowait(None))
         self._reading[request.request_id] = reading
         sample = _Sample(request, self._decode_text)
         try:
             while (piece := await pieces.get()) is not None:
                 for event in sample.add(piece):
+                    if isinstance(event, DecodeOutput) and event.weight_versions:
+                        self._weight_version = event.weight_versions[-1].version
                     yield event
-            await asyncio.wait([reading])
             if reading.cancelled():
+                if request.request_id not in self._aborted:
+                    self._check_processes()
+                    raise EngineDied(ROUTER, "it was closed")
                 for event in sample.end_early(self._weight_version):
                     yield event
                 return
@@ -113,12 +120,14 @@ class RoutedEngine(Engine):
                 raise LegError(ROUTER, "the answer ended without a finish reason")
         finally:
             del self._reading[request.request_id]
+            self._aborted.discard(request.request_id)
             reading.cancel()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         # Closing the connection is all that reaches whichever server has it.
         for request_id in request_ids:
             if (reading := self._reading.get(request_id)) is not None:
+                self._aborted.add(request_id)
                 reading.cancel()
 
     async def load(self) -> EngineLoad:
@@ -213,8 +222,6 @@ class RoutedEngine(Engine):
         except LegError as exc:
             await self._note_death(exc)
             raise
-        finally:
-            pieces.put_nowait(None)
 
     async def _each(
         self, path: str, body: Any = None, params: Mapping[str, str] | None = None

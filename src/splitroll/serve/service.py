@@ -120,7 +120,7 @@ async def open_service(rollout: Rollout, keys: Keys) -> AsyncGenerator[Door, Non
             version=lambda: fleet.weight_version,
         )
     finally:
-        driven.close()
+        await driven.close()
         await core.closed()
         core.end_all(client)
         client.shutdown()
