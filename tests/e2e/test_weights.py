@@ -153,7 +153,7 @@ async def test_updates_of_busy_engines(
 ) -> None:
     """64 samples in flight at each of 20 updates: queued, prefilling, pulled and decoding."""
     settings = rollout.config.weights.model_copy(update={"in_flight": mode})
-    monkeypatch.setattr(rollout._updater, "_settings", settings)
+    monkeypatch.setattr(rollout.updater, "_settings", settings)
     model = trainer(tied_model)
     first = rollout.weight_version
     draw = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -240,8 +240,8 @@ async def test_a_parameter_that_an_engine_cannot_load_is_named_and_all_go_back(
     before = await generate(rollout)
     serving = rollout.weight_version
     bad = "model.layers.2.self_attn.o_proj.weight"
-    wanted = rollout._updater._manifest
-    monkeypatch.setattr(rollout._updater, "_manifest", lambda: misshapen(wanted(), bad))
+    wanted = rollout.updater._manifest
+    monkeypatch.setattr(rollout.updater, "_manifest", lambda: misshapen(wanted(), bad))
     state = dict(model.state_dict())
     state[bad] = state[bad][:100]
     with pytest.raises(WeightUpdateFailed) as failed:
