@@ -32,6 +32,9 @@ from splitroll.errors import (
 )
 from splitroll.updater import Updater, UpdateReport
 
+_RETRIED_S = 30.0
+"""Within which the same request to join is the same one, sent again."""
+
 Answer = Mapping[str, Any]
 
 
@@ -72,6 +75,9 @@ class DrivenUpdates:
         self._version = version
         self._session: _Session | None = None
         self._closed = False
+        self._joined = ("", "")
+        self._joined_s = 0.0
+        self._tasks: set[asyncio.Future[Answer]] = set()
         self._asked: dict[tuple[str, str], asyncio.Future[Answer]] = {}
         self._turn = asyncio.Lock()
         self._watchdog: asyncio.TimerHandle | None = None
@@ -87,11 +93,13 @@ class DrivenUpdates:
             ConfigError: it has no room for them, or this fleet's weights come otherwise.
             LegError, EngineDied: an engine could not join.
         """
-        key = _key("init", info)
-        others = [k for k in self._asked if k[0] in ("init", "shutdown") and k != key]
-        for other in others:
-            del self._asked[other]
-        return await self._once("init", info, lambda: self._init(info))
+        # An engine that has come back joins anew; so does a trainer that has, some time later.
+        whole = {"info": dict(info), "engines": [e.info.engine_id for e in self._engines()]}
+        key, now = _key("init", whole), asyncio.get_running_loop().time()
+        if self._joined != key or now > self._joined_s + _RETRIED_S:
+            self._forget("init", "shutdown")
+        self._joined, self._joined_s = key, now
+        return await self._once("init", whole, lambda: self._init(info))
 
     async def shutdown(self) -> Answer:
         """Have all workers leave it."""
@@ -130,10 +138,10 @@ class DrivenUpdates:
         self._closed = True
         if self._watchdog is not None:
             self._watchdog.cancel()
-        asked = list(self._asked.values())
-        for one in asked:
-            one.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             self._give_up("the service ended in the middle of an update")
 
@@ -146,6 +154,8 @@ class DrivenUpdates:
         if asked is None:
             asked = asyncio.ensure_future(self._in_turn(work))
             self._asked[key] = asked
+            self._tasks.add(asked)
+            asked.add_done_callback(self._tasks.discard)
             asked.add_done_callback(lambda asked: self._note_end(key, asked))
         return await asyncio.shield(asked)
 

@@ -180,9 +180,11 @@ class Updater:
         self._membership_closed = False
         self._transaction: _Transaction | None = None
         self._held = contextlib.ExitStack()
+        self._stilling = asyncio.Lock()
         self._frozen: dict[str, Engine] = {}
         """Engines by name that a pause keeps still, with what they have."""
         fleet.on_join(self._bring)
+        fleet.on_change(self._let_back_in)
 
     async def update(
         self,
@@ -232,6 +234,7 @@ class Updater:
             return self._conclude(transaction, update, nbytes, begun_s)
         finally:
             self._busy = None
+            await self._thaw()  # `resume` may have come meanwhile
 
     async def pause(self, mode: PauseMode) -> None:
         """See `Rollout.pause`."""
@@ -271,26 +274,31 @@ class Updater:
         await self._handoff.settled()
         for engine in self._fleet.ready():
             await self._unpinned(engine)
-            if not self._barrier.paused:  # it was taken back meanwhile
-                break
-            self._frozen[engine.info.name] = engine
-            with contextlib.suppress(EngineDied):  # the health check sees to it
-                await engine.pause()
-        if not self._barrier.paused:
-            await self._thaw()
+            async with self._stilling:
+                if not self._barrier.paused:  # it was taken back meanwhile
+                    break
+                self._frozen[engine.info.name] = engine
+                with contextlib.suppress(EngineDied):  # the health check sees to it
+                    await engine.pause()
+        await self._thaw()
 
     async def resume(self) -> None:
         """See `Rollout.resume`."""
-        # A fenced engine may hold anything, and an update lets its engines go on at its own end.
-        if self._busy is None and not self._barrier.is_fenced:
-            await self._thaw()
-        self._frozen = {}
+        # First, so that a pause that is still under way sees it.
         self._barrier.unpause(updating=self._busy is not None)
+        await self._thaw()
 
     async def _thaw(self) -> None:
-        """Let the engines go on that a pause keeps still."""
-        await asyncio.gather(*(self._go_on(engine) for engine in self._frozen.values()))
-        self._frozen = {}
+        """Let the engines go on that a pause kept still, once it is over. A fenced engine may hold
+        anything; and while an update is under way its end sees to it."""
+        async with self._stilling:
+            if self._barrier.paused or self._barrier.is_fenced or self._busy is not None:
+                return
+            frozen, self._frozen = self._frozen, {}
+            await asyncio.gather(*(self._go_on(engine) for engine in frozen.values()))
+
+    def _stays_still(self, engine: Engine) -> bool:
+        return self._barrier.paused and self._frozen.get(engine.info.name) is engine
 
     async def _go_on(self, engine: Engine) -> None:
         """Let an engine go on; one that does not is replaced."""
@@ -298,7 +306,7 @@ class Updater:
         try:
             async with asyncio.timeout(limit_s):
                 await engine.resume()
-        except (EngineDied, LegError, TimeoutError) as exc:
+        except Exception as exc:  # a wall: whatever it was, it computes nothing
             cause = str(exc) or f"it did not go on in {limit_s:g} s (weights.timeout_s)"
             self._fleet.report_death(engine, cause)
 
@@ -379,13 +387,19 @@ class Updater:
             if fenced:
                 self._barrier.fence("a weight update failed")
                 return
-            engines = self._fleet.ready()
-            still = [e for e in engines if self._frozen.get(e.info.name) is not e]
-            await asyncio.gather(*(self._go_on(engine) for engine in still))
+            engines = [e for e in self._fleet.ready() if not self._stays_still(e)]
+            await asyncio.gather(*(self._go_on(engine) for engine in engines))
             self._open_membership()
             self._barrier.reopen()
         finally:
             self._busy = None
+            await self._thaw()  # `resume` may have come meanwhile
+
+    def _let_back_in(self) -> None:
+        """When all engines of a fenced fleet have died, let in those that come back: nobody is left
+        with half of an update."""
+        if self._barrier.is_fenced and not self._fleet.ready():
+            self._open_membership()
 
     def _open_membership(self) -> None:
         if self._membership_closed:
@@ -646,9 +660,7 @@ class Updater:
         """See that no KV is in flight, and that no engine joins; returns those that serve."""
         if self._settings.in_flight != "drain":
             await self._barrier.interrupt_crossings()
-        if self._membership_closed and not self._fleet.ready():
-            # All engines of a fenced fleet died: those that come back must be let in.
-            self._open_membership()
+        if not self._fleet.ready():
             await self._fleet.wait_ready(timeout_s=self._settings.timeout_s)
         if not self._membership_closed:
             await self._fleet.close_membership()
@@ -745,7 +757,7 @@ class Updater:
                 version = self._fleet.weight_version if restoring else transaction.version
                 await engine.set_weight_version(version)
             case Phase.RESUME:
-                if self._frozen.get(name) is not engine:
+                if not self._stays_still(engine):
                     await engine.resume()
 
     def _current_offer(self) -> WeightOffer:
@@ -769,6 +781,9 @@ class Updater:
         """Bring a restarted engine to the version that the fleet serves, before it is proven."""
         version = self._fleet.weight_version
         if version == 0:
+            return
+        if self._barrier.is_fenced:  # it serves nothing before the next update, which brings all
+            await engine.set_weight_version(version)
             return
         limit_s = self._settings.timeout_s
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,3 +177,52 @@ async def test_weights_wait_for_no_sample_that_stands_still(checkpoint: Path) ->
             await system.updater.update(weights(3))
         await system.updater.resume()
         assert (await asyncio.wait_for(begun, 5)).is_complete
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05, 0.08, 0.12])
+async def test_resuming_at_any_moment_leaves_no_engine_still(
+    monkeypatch: pytest.MonkeyPatch, delay_s: float
+) -> None:
+    async with simulated(latency=SLOW) as system:
+        begun = asked(system)
+        await asyncio.sleep(0.05)
+        for engine in system.launcher.engines.values():
+            for name in ("load", "pause", "resume"):
+                monkeypatch.setattr(engine, name, slowly(getattr(engine, name)))
+        pausing = asyncio.create_task(system.updater.pause("keep"))
+        await asyncio.sleep(delay_s)
+        await system.updater.resume()
+        await asyncio.gather(pausing, return_exceptions=True)
+        assert running(system) == {True}
+        assert system.updater._frozen == {}
+        assert (await asyncio.wait_for(begun, 5)).is_complete
+
+
+async def test_resuming_while_an_update_ends_leaves_no_engine_still(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(8):
+        async with simulated(
+            "weights.in_flight=keep", checkpoint=checkpoint, latency=SLOW
+        ) as system:
+            begun = asked(system)
+            await asyncio.sleep(0.05)
+            await system.updater.pause("keep")
+            for engine in system.launcher.engines.values():
+                monkeypatch.setattr(engine, "resume", slowly(engine.resume))
+                name = "set_weight_version"
+                monkeypatch.setattr(engine, name, slowly(engine.set_weight_version))
+            updating = asyncio.create_task(system.updater.update(weights(3)))
+            await asyncio.sleep(0.02 * step)
+            await system.updater.resume()
+            await updating
+            assert running(system) == {True}
+            assert (await asyncio.wait_for(begun, 5)).is_complete
+
+
+def slowly(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def slow(*args: Any, **options: Any) -> Any:
+        await asyncio.sleep(0.03)
+        return await call(*args, **options)
+
+    return slow

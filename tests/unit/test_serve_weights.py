@@ -267,22 +267,35 @@ async def test_a_fleet_whose_engines_all_died_publishes_nothing(tiny_model: Path
 async def test_engines_that_come_back_to_a_fenced_fleet_are_let_in(tiny_model: Path) -> None:
     options = [one for one in NATIVE if "restarts" not in one]
     async with front(tiny_model, *options, "weights.timeout_s=2") as door:
+        part = {"names": ["w0"]}
+
+        async def update() -> None:
+            await ok(door, "/start_weight_update")
+            await ok(door, "/update_weights", update_info=part)
+            await ok(door, "/finish_weight_update")
+
+        await update()
         door.system.launcher.faults["decode-1"].fail_transfer = "update"
         await ok(door, "/start_weight_update")
-        await refused(door, "/update_weights", 500, update_info={"names": ["w0"]})
-        for engine in door.system.launcher.engines.values():
+        await refused(door, "/update_weights", 500, update_info=part)
+        dead = dict(door.system.launcher.engines)
+        for engine in dead.values():
             engine.kill()
-        async with asyncio.timeout(5):
-            while door.system.fleet.ready():
+        async with asyncio.timeout(10):
+            while len(door.system.fleet.ready()) < 3 or dead == door.system.launcher.engines:
                 await asyncio.sleep(0.01)
-        await ok(door, "/start_weight_update")
-        await ok(door, "/update_weights", update_info={"names": ["w0"]})
-        await ok(door, "/finish_weight_update")
-        assert door.rollout.weight_version == 1
+        assert door.system.dispatcher.barrier.is_fenced, "they have no weights to serve with"
+        size = (await door.client.get("/get_world_size")).json()["world_size"]
+        info = {"rank_offset": 1, "world_size": size + 1}
+        await ok(door, "/init_weight_transfer_engine", init_info=info)
+        await update()
+        assert door.rollout.weight_version == 2
         assert (await door.complete())["choices"]
 
 
-async def test_init_is_done_once_however_often_it_is_sent(tiny_model: Path) -> None:
+async def test_init_is_done_once_however_often_it_is_sent(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with front(tiny_model, *NATIVE) as door:
         info = {"rank_offset": 1, "world_size": 4}
         path = "/init_weight_transfer_engine"
@@ -292,6 +305,9 @@ async def test_init_is_done_once_however_often_it_is_sent(tiny_model: Path) -> N
         await ok(door, path, init_info={**info, "master_port": 7})
         await ok(door, path, init_info=info)
         assert steps(door)["decode-0"] == ["init"] * 3, "another group is joined anew"
+        monkeypatch.setattr("splitroll.driven._RETRIED_S", 0.0)
+        await ok(door, path, init_info=info)
+        assert steps(door)["decode-0"] == ["init"] * 4, "a trainer that has come back"
 
 
 async def test_who_waits_for_a_rendezvous_holds_nobody_up_for_ever(tiny_model: Path) -> None:

@@ -326,8 +326,9 @@ class RayEngine(Engine):
         return await self._call(self._actor.call_workers.remote(method, args, kwargs))
 
     async def close(self) -> None:
-        if self._following is not None:
-            self._following.cancel()
+        for task in [self._following, *self._sending]:
+            if task is not None:
+                task.cancel()
         try:
             with contextlib.suppress(RayError, TimeoutError):
                 await asyncio.wait_for(self._actor.close.remote(), _CLOSE_TIMEOUT_S)

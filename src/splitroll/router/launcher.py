@@ -324,7 +324,8 @@ class RouterLauncher:
                         # Prompts that begin alike would go where the first one went.
                         await _ask(engine, (_FIRST_TOKEN + asked, *prompt[1:]), asked)
                         asked += 1
-                    reached = await self._reached(engine, decoders, before, asked * len(prompt))
+                    enough = asked * len(prompt) - len(prompt) // 2  # all, but for a few tokens
+                    reached = await self._reached(engine, decoders, before, enough)
         except (SplitrollError, TimeoutError) as exc:
             cause = str(exc) or f"no answer in {_PROOF_TIMEOUT_S:g} s"
             raise EngineStartError(ROUTER, f"a first request failed: {cause}") from exc
@@ -353,13 +354,14 @@ class RouterLauncher:
         """Return what decode servers did since `before`, of those that did anything, once it is
         all told: metrics lag behind."""
         end_s = time.monotonic() + _COUNTERS_LAG_S
-        while True:
+        while decoders:
             now = await engine.counters_by_server()
             done = {name: now[name] - before[name] for name in decoders}
             told = sum(one.computed_tokens + one.pulled_tokens for one in done.values())
-            if told >= tokens // 2 or time.monotonic() > end_s:
+            if told >= tokens or time.monotonic() > end_s:
                 return {n: d for n, d in done.items() if d.computed_tokens + d.pulled_tokens}
             await asyncio.sleep(_COUNTERS_POLL_S)
+        return {}
 
 
 async def _close_all(servers: Sequence[RayServer]) -> None:
