@@ -3,7 +3,7 @@
     python -m splitroll.bench.front --rounds 5
 
 Both have one engine on the same core, and are asked in turn, one request at a time and 32 at once,
-by a client in a process of its own.
+by a client in a process of its own. The report has what each process computed for a request too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from splitroll.bench.stock_servers import stock_servers
 from splitroll.config import load_checked
@@ -39,10 +41,12 @@ _OVERRIDES = ("disaggregation.enabled=false", "colocated.replicas=1", "serve.por
 async def measure(
     source: str | None, overrides: Sequence[str], rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """Return, by concurrency, seconds per request of both and what the front door adds."""
+    """Return, by concurrency, milliseconds per request of both, what the front door adds, and what
+    the processes of both computed."""
     config, facts = load_checked(source, [*_OVERRIDES, *overrides])
     core = sorted(os.sched_getaffinity(0))[:1]
     taken: dict[tuple[str, int], list[list[float]]] = {}
+    spent: dict[tuple[str, int], list[dict[str, float]]] = {}
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     with (
@@ -65,22 +69,76 @@ async def measure(
                     for concurrency in CONCURRENCIES:
                         for name in sorted(urls, reverse=bool(index % 2)):
                             asking = (urls[name], facts.name, concurrency, _seed(index, name))
-                            seconds = await loop.run_in_executor(clients, _asked, *asking)
+                            parts = _parts(rollout, plain.pid, name)
+                            before = _computed(parts)
+                            seconds, client_s = await loop.run_in_executor(clients, _asked, *asking)
+                            after = _computed(parts)
                             if index:  # the first round warms up
                                 taken.setdefault((name, concurrency), []).append(seconds)
+                                used = {part: after[part] - before[part] for part in parts}
+                                used["client"] = client_s
+                                spent.setdefault((name, concurrency), []).append(used)
             finally:
                 stopped.set()
                 await serving
-    return {str(c): _compare(taken["front", c], taken["plain", c]) for c in CONCURRENCIES}
+    return {
+        str(c): {
+            **_compare(taken["front", c], taken["plain", c]),
+            "computed_ms": {
+                name: _per_request(spent[name, c], _REQUESTS[c]) for name in ("front", "plain")
+            },
+        }
+        for c in CONCURRENCIES
+    }
 
 
 def _seed(index: int, name: str) -> int:
     return 2 * index + (name == "front")
 
 
-def _asked(url: str, model: str, concurrency: int, seed: int) -> list[float]:
-    """Runs in a process of its own: who asks takes as much time as who answers."""
-    return asyncio.run(_ask(url, model, concurrency, seed))
+def _parts(rollout: Rollout, plain: int, name: str) -> dict[str, list[int]]:
+    """Return the processes of one side by what they do."""
+    if name == "plain":
+        return {"server": [plain], "engine": _below(plain)}
+    (engine,) = rollout.fleet.ready()
+    actor, *core = engine.info.pids
+    clients = [child.pid for child in multiprocessing.active_children()]
+    named = {os.getpid(), actor, *core, plain, *_below(plain), *clients}
+    rest = [pid for pid in _below(os.getpid()) if pid not in named]
+    return {"front door": [os.getpid()], "actor": [actor], "engine": core, "Ray": rest}
+
+
+def _below(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def _computed(parts: dict[str, list[int]]) -> dict[str, float]:
+    """Return the CPU seconds that each part has used."""
+    found = dict.fromkeys(parts, 0.0)
+    for part, pids in parts.items():
+        for pid in pids:
+            with suppress(psutil.NoSuchProcess):
+                times = psutil.Process(pid).cpu_times()
+                found[part] += times.user + times.system
+    return found
+
+
+def _per_request(rounds: Sequence[dict[str, float]], requests: int) -> dict[str, float]:
+    """Return medians over rounds, in milliseconds per request."""
+    return {
+        part: round(1e3 * statistics.median(one[part] for one in rounds) / requests, 2)
+        for part in rounds[0]
+    }
+
+
+def _asked(url: str, model: str, concurrency: int, seed: int) -> tuple[list[float], float]:
+    """Runs in a process of its own: who asks takes as much time as who answers.
+
+    Returns:
+        Seconds of each request, and CPU seconds of all of them here.
+    """
+    begun = time.process_time()
+    return asyncio.run(_ask(url, model, concurrency, seed)), time.process_time() - begun
 
 
 async def _ask(url: str, model: str, concurrency: int, seed: int) -> list[float]:
