@@ -152,7 +152,7 @@ def served_config(chat_model: Path) -> dict[str, Any]:
 
 @pytest_asyncio.fixture(scope="module")
 async def rollout(served_config: dict[str, Any]) -> AsyncIterator[Rollout]:
-    overrides = ["dispatch.policy=static", "disaggregation.decode_replicas=1"]
+    overrides = ["dispatch.policy=static", "disaggregation.decode_replicas=2"]
     async with Rollout.open(served_config, overrides=overrides) as opened:
         yield opened
 
@@ -381,11 +381,11 @@ async def test_weights_come_over_http(
     newer = await checksums()
     assert newer.keys() == held.keys()
     assert any(newer[name] != held[name] for name in held)
-    prefill, decode = (
+    prefill, *decode = (
         {name.partition("/")[2]: value for name, value in newer.items() if name.startswith(engine)}
-        for engine in ("prefill-0", "decode-0")
+        for engine in ("prefill-0", "decode-0", "decode-1")
     )
-    assert prefill == decode
+    assert decode == [prefill, prefill]
     await push(chat_model)
     assert await tokens() == before
 
