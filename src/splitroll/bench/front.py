@@ -30,6 +30,7 @@ from splitroll.bench.stock_servers import stock_servers
 from splitroll.config import load_checked
 from splitroll.rollout import Rollout
 from splitroll.serve.door import Keys
+from splitroll.serve.loop import run
 from splitroll.serve.service import listen, open_service, serve
 
 CONCURRENCIES = (1, 32)
@@ -194,7 +195,7 @@ def main() -> None:
     parser.add_argument("--set", dest="overrides", nargs="+", default=[], metavar="PATH=VALUE")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    found = asyncio.run(measure(args.config, args.overrides, args.rounds))
+    found = run(measure(args.config, args.overrides, args.rounds))
     json.dump(found, sys.stdout, indent=1)
     sys.stdout.write("\n")
 

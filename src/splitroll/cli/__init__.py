@@ -199,6 +199,10 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 def _run(command: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> int:
     """Run a command, async or not; SIGTERM ends it as Ctrl-C does, with all engines closed."""
     if inspect.iscoroutinefunction(command):
+        if args.command == "serve":
+            from splitroll.serve import loop
+
+            return loop.run(_until_signal(command(args)))
         return asyncio.run(_until_signal(command(args)))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     return command(args)  # type: ignore[no-any-return]
