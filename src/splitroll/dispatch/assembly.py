@@ -44,6 +44,9 @@ class GroupWork:
     goes_on: bool = True
     """Whether samples may go on in another request, as far as `native` is concerned."""
     cache_salt: str | None = None
+    logprobs: bool = True
+    text: bool = True
+    """Whether anybody wants log-probabilities, and the text, of the samples: both take time."""
 
     def sample_seed(self, index: int) -> int:
         return derive_seed(self.seed, index) if self.seeds is None else self.seeds[index]

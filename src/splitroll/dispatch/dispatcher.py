@@ -700,6 +700,8 @@ class Dispatcher:
             native=work.native,
             stream=work.stream,
             session=work.episode_id or work.prompt.id,
+            top_logprobs=0 if work.logprobs else None,
+            text=work.text,
         )
 
     def _places(self, piece: Piece, engine: int, indices: Sequence[int]) -> Places:

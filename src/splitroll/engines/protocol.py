@@ -70,12 +70,14 @@ class DecodeRequest:
         kv: the connector's parameters: of a handle to load, or that ask for one at the end, or
             both. Without a handle the prompt is computed here, as far as it is not in the prefix
             cache.
-        top_logprobs: how many of the most likely tokens to report at the first position.
+        top_logprobs: how many of the most likely tokens to report at the first position; None if
+            nobody wants log-probabilities: those of the tokens may then be left out too.
         native: the engine's own sampling parameters, encoded as it does; they take the place of
             `sampling`, but for the lengths and the seed, which are those given here.
         stream: yield `Tokens` when at least this many have come since, fewer than twice as many,
             and what is left at the end; 0 yields none.
         session: the same of samples that have a prefix in common: of a group, or an episode.
+        text: whether anybody wants the tokens' text; else it may be empty.
     """
 
     request_id: str
@@ -84,10 +86,11 @@ class DecodeRequest:
     seed: int
     kv: KvParams | None = None
     cache_salt: str | None = None
-    top_logprobs: int = 0
+    top_logprobs: int | None = 0
     native: bytes | None = None
     stream: int = 0
     session: str = ""
+    text: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class Tokens:
     """The next tokens of a sample, of a request that streams.
 
     Attributes:
-        logprobs: one per token.
+        logprobs: one per token, or none at all; see `DecodeRequest.top_logprobs`.
         candidates: one per token, if the request's `native` parameters ask for log-probabilities.
         prompt_candidates: one per prompt token but the first, if they ask for these; with the first
             tokens only.
@@ -130,7 +133,7 @@ class DecodeOutput:
     """A finished sample.
 
     Attributes:
-        logprobs: one per token.
+        logprobs: one per token, or none at all; see `DecodeRequest.top_logprobs`.
         finish_reason: "stop", "length", or "abort" (the tokens so far).
         stop_reason: the stop token or string that ended it; None of EOS, or if none did.
         cached_tokens: as in FirstToken.

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
+from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -102,6 +103,7 @@ class VllmEngine:
             raise EngineStartError(self._arguments.name, f"{type(exc).__name__}: {exc}") from exc
         warm = time.monotonic()
         self._info = await self._describe({"load": loaded - begun, "warm_up": warm - loaded})
+        freeze_gc_heap()  # else a collection now and then looks through all that vLLM has imported
         return self._info
 
     @property
@@ -139,7 +141,9 @@ class VllmEngine:
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[DecodeEvent, None]:
         with self._engine_errors():
             sampling = _vllm_sampling(request)
-        stream = _Stream(request.stream, wants_candidates=request.native is not None)
+        wants_logprobs = request.top_logprobs is not None
+        wants_candidates = request.native is not None and wants_logprobs
+        stream = _Stream(request.stream, wants_candidates=wants_candidates)
         token_ids: list[int] = []
         logprobs: list[float] = []
         text: list[str] = []
@@ -154,7 +158,7 @@ class VllmEngine:
             if not token_ids and request.top_logprobs and piece.logprobs:
                 top = {token: entry.logprob for token, entry in piece.logprobs[0].items()}
             token_ids += piece.token_ids
-            chosen = _chosen_logprobs(piece, self._arguments.name)
+            chosen = _chosen_logprobs(piece, self._arguments.name) if wants_logprobs else []
             logprobs += chosen
             text.append(piece.text)
             if request.stream:
@@ -503,8 +507,9 @@ def _vllm_sampling(request: DecodeRequest) -> VllmSamplingParams:
         native = msgspec.msgpack.decode(request.native, type=VllmSamplingParams)
         native.max_tokens, native.min_tokens = sampling.max_tokens, sampling.min_tokens
         native.n, native.seed = 1, request.seed
-        native.logprobs = native.logprobs or 0
+        native.logprobs = None if request.top_logprobs is None else native.logprobs or 0
         native.output_kind = RequestOutputKind.DELTA
+        native.detokenize = request.text or bool(native.stop)
         native.stream_interval = request.stream or _NEVER
         native.extra_args = {**(native.extra_args or {}), **(extra or {})} or None
         return native
@@ -523,6 +528,7 @@ def _vllm_sampling(request: DecodeRequest) -> VllmSamplingParams:
         ignore_eos=sampling.ignore_eos,
         seed=request.seed,
         logprobs=request.top_logprobs,
+        detokenize=request.text or bool(sampling.stop),
         output_kind=RequestOutputKind.DELTA,
         stream_interval=request.stream or _NEVER,
         extra_args=extra,

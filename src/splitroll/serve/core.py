@@ -236,6 +236,8 @@ class FleetCore(EngineCoreClient):  # type: ignore[misc]
             local=params.prompt_logprobs is not None,
             goes_on=_goes_on(params),
             cache_salt=salt,
+            logprobs=params.num_logprobs is not None,
+            text=False,  # vLLM's front end makes it
         )
 
     def _has_begun(self, session: str) -> bool:

@@ -87,6 +87,8 @@ async def open_service(rollout: Rollout, keys: Keys) -> AsyncGenerator[Door, Non
     arguments = front_end_arguments(rollout.config, rollout.facts, on_cpu=on_cpu)
     for name, value in arguments.env.items():  # vLLM reads it when it is imported
         os.environ.setdefault(name, value)
+    from vllm.utils.gc_utils import freeze_gc_heap
+
     from splitroll.serve.core import FleetCore, FrontEnd
     from splitroll.serve.vllm_app import vllm_app
 
@@ -111,6 +113,7 @@ async def open_service(rollout: Rollout, keys: Keys) -> AsyncGenerator[Door, Non
             service.add_exception_handler(kind, _refuse)
         service.mount("/", app.app)  # the door lets in what the routes name
         service.openapi = functools.partial(_description, service, app.app)  # type: ignore[method-assign]
+        freeze_gc_heap()  # as vLLM's own server does
         yield Door(
             service,
             keys,
