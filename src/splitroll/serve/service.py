@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import os
 import socket
 from collections.abc import AsyncGenerator, Mapping
@@ -123,6 +124,7 @@ async def open_service(rollout: Rollout, keys: Keys) -> AsyncGenerator[Door, Non
             version=lambda: fleet.weight_version,
         )
     finally:
+        gc.unfreeze()  # else some libraries tell of leaks at the end
         await driven.close()
         await core.closed()
         core.end_all(client)
