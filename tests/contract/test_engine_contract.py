@@ -238,6 +238,18 @@ async def test_every_token_has_a_log_probability(pair: Pair) -> None:
         assert all(logprob <= 0 for logprob in output.logprobs)
 
 
+async def test_what_nobody_wants_changes_no_token(pair: Pair) -> None:
+    prompt = pair.prompt(20)
+    wanted = await pair.run(pair.request(prompt))
+    bare = dataclasses.replace(pair.request(prompt), top_logprobs=None, text=False)
+    output = await pair.run(bare)
+    assert output.token_ids == wanted.token_ids
+    assert len(output.logprobs) in (0, len(output.token_ids))
+    stop = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, stop=("no such text",))
+    stopping = dataclasses.replace(pair.request(prompt, stop), top_logprobs=None, text=False)
+    assert (await pair.run(stopping)).token_ids == wanted.token_ids
+
+
 async def test_truncation_shows_and_a_stop_token_ends_a_sample(pair: Pair) -> None:
     prompt = pair.prompt(20)
     whole = await pair.run(pair.request(prompt))
