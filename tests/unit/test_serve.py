@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from front import WARNINGS, front, over_http
 from splitroll.config import load_config
-from splitroll.engines.simulated import LatencyModel
+from splitroll.engines.protocol import DecodeRequest
+from splitroll.engines.simulated import LatencyModel, SimulatedEngine
 from splitroll.errors import ConfigError
 from splitroll.serve.door import Keys
 from splitroll.serve.routes import ROUTES
@@ -50,6 +51,25 @@ async def test_an_answer_has_the_samples_in_the_order_of_the_request(tiny_model:
         )
         assert [tuple(choice["token_ids"]) for choice in again["choices"]] == tokens
         await door.assert_idle()
+
+
+async def test_engines_are_asked_for_what_the_client_wants(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[DecodeRequest] = []
+    decode = SimulatedEngine.decode
+
+    def noting(self: SimulatedEngine, request: DecodeRequest) -> Any:
+        asked.append(request)
+        return decode(self, request)
+
+    async with front(tiny_model) as door:
+        monkeypatch.setattr(SimulatedEngine, "decode", noting)
+        await door.complete()
+        await door.complete(logprobs=0)
+        await door.complete(logprobs=2)
+    assert [request.top_logprobs for request in asked] == [None, 0, 0]
+    assert not any(request.text for request in asked), "vLLM's front end makes it"
 
 
 async def test_n_samples_are_one_group(tiny_model: Path) -> None:
