@@ -21,7 +21,7 @@ from splitroll.config import load_config
 from splitroll.engines.protocol import DecodeRequest
 from splitroll.engines.simulated import LatencyModel, SimulatedEngine
 from splitroll.errors import ConfigError
-from splitroll.serve.door import Keys
+from splitroll.serve.door import Door, Keys
 from splitroll.serve.routes import ROUTES
 from splitroll.serve.service import ADMIN_KEY, API_KEY, check_serve, listen
 
@@ -580,3 +580,63 @@ def test_a_port_that_is_taken_is_told_before_anything_starts() -> None:
         port = sock.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
             listen(load_config(overrides=[f"serve.port={port}"]))
+
+
+@pytest.mark.parametrize("begun", ["nothing", "a stream", "a whole answer"])
+async def test_what_is_under_way_when_the_service_ends_is_told_so(begun: str) -> None:
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        kind = b"text/event-stream" if begun == "a stream" else b"application/json"
+        if begun != "nothing":
+            headers = [(b"content-type", kind)]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": b"data: {}", "more_body": True})
+        await asyncio.sleep(60)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    door = Door(app, Keys(), max_body_bytes=1024)
+    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
+    answering = asyncio.create_task(door(scope, receive, send))
+    await asyncio.sleep(0.01)
+    door.end()
+    await asyncio.wait_for(answering, 1)
+    if begun == "nothing":
+        assert sent[0]["status"] == 503
+        assert json.loads(sent[1]["body"])["error"]["message"] == "the service is ending"
+    elif begun == "a stream":
+        event = json.loads(sent[-1]["body"].removeprefix(b"data: "))
+        assert event["error"]["code"] == 503
+        assert sent[-1]["more_body"] is False
+    else:
+        assert len(sent) == 2, "half an answer cannot be told to be wrong: its connection is closed"
+
+
+async def test_who_gives_up_a_request_itself_is_not_answered() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def silent(*_: Any) -> Any:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    door = Door(app, Keys(), max_body_bytes=1024)
+    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
+    answering = asyncio.create_task(door(scope, silent, silent))
+    await asyncio.sleep(0.01)
+    answering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answering
+
+
+async def test_a_rank_cannot_be_chosen_by_a_header(tiny_model: Path) -> None:
+    async with front(tiny_model) as door:
+        body = {"model": "tiny", "prompt": [5], "max_tokens": 1}
+        headers = {"x-data-parallel-rank": "0"}
+        answer = await door.client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 400
+        assert "x-data-parallel-rank" in answer.json()["error"]["message"]

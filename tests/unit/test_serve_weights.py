@@ -4,6 +4,7 @@ to engines one by one, ranks, repeated requests, silence and failures."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 
 from front import WARNINGS, Front, front
 from splitroll.driven import init_infos
-from splitroll.engines.simulated import LatencyModel
+from splitroll.engines.simulated import LatencyModel, SimulatedEngine
 from splitroll.errors import ConfigError
 
 pytestmark = WARNINGS
@@ -71,7 +72,7 @@ def steps(door: Front) -> dict[str, list[str]]:
 
 
 async def test_an_update_by_files_reaches_every_engine(
-    tiny_model: Path, checkpoint: Path, tmp_path: Path
+    tiny_model: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with front(tiny_model, checkpoint=checkpoint) as door:
         before = await door.complete(return_token_ids=True)
@@ -89,10 +90,28 @@ async def test_an_update_by_files_reaches_every_engine(
         assert set(checksums) == {"prefill-0/all", "decode-0/all", "decode-1/all"}
         assert len(set(checksums.values())) == 1
         same = await ok(door, "/weight_checker", action="compare", baseline=checksums)
-        assert same == {"match": True, "mismatches": []}
+        assert same == {"match": True, "mismatches": [], "unchecked": []}
         other = {**checksums, "decode-1/all": "other", "gone": "x"}
         found = await ok(door, "/weight_checker", action="compare", baseline=other)
-        assert found == {"match": False, "mismatches": ["decode-1/all", "gone"]}
+        assert found == {
+            "match": False,
+            "mismatches": ["decode-1/all", "gone"],
+            "unchecked": [],
+        }
+        # A worker's layer that keeps its weights in a form of its own: nobody knows what they are.
+        emptied = hashlib.sha256(b"").hexdigest()
+        answers = [{"all": checksums["prefill-0/all"], "linear": emptied}]
+
+        async def call(self: SimulatedEngine, method: str, *args: Any, **kwargs: Any) -> Any:
+            return answers
+
+        monkeypatch.setattr(SimulatedEngine, "call_workers", call)
+        told = await ok(door, "/weight_checker", action="checksum")
+        linear = [f"{name}/linear" for name in ("decode-0", "decode-1", "prefill-0")]
+        assert told == {"checksums": checksums, "unchecked": linear}
+        for baseline in (checksums, {**checksums, linear[0]: emptied}):
+            found = await ok(door, "/weight_checker", action="compare", baseline=baseline)
+            assert found == {"match": None, "mismatches": [], "unchecked": linear}
         await refused(door, "/weight_checker", 400, action="compare")
 
 

@@ -161,6 +161,7 @@ class RouterLauncher:
             raise
         try:
             await self._prove(engine)
+            await engine.count_from_now()
         except BaseException:
             await engine.close()
             raise

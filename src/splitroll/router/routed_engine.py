@@ -79,6 +79,7 @@ class RoutedEngine(Engine):
         self._decode_text = decode_text
         self._on_close = on_close
         self._weight_version = 0
+        self._uncounted = EngineCounters()
         self._aborted: set[str] = set()
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._deaths = [asyncio.create_task(death) for death in deaths]
@@ -157,7 +158,11 @@ class RoutedEngine(Engine):
             total += counters
             if self._role(name) is Role.PREFILL:
                 total -= EngineCounters(generated_tokens=counters.generated_tokens)
-        return total
+        return total - self._uncounted
+
+    async def count_from_now(self) -> None:
+        """Leave out what the servers have done so far: what the start took is nobody's work."""
+        self._uncounted += await self.counters()
 
     async def counters_by_server(self) -> dict[str, EngineCounters]:
         """Return what every server did, by its name."""

@@ -5,6 +5,7 @@ ASGI middleware around the whole service. It lets nothing in that the service do
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
@@ -59,10 +60,18 @@ class Door:
         self._is_full = is_full
         self._version = version
         self._on_closing = on_closing
+        self._answering: set[asyncio.Task[Any]] = set()
+        self._is_ending = False
 
     def close(self) -> None:
         """End answers that have no end of their own."""
         self._on_closing()
+
+    def end(self) -> None:
+        """End all answers that are under way, and tell that they are."""
+        self._is_ending = True
+        for task in self._answering:
+            task.cancel()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -72,6 +81,9 @@ class Door:
             await send({"type": "websocket.close", "code": 1008})
             return
         answer = _Answer(send)
+        task = asyncio.current_task()
+        assert task is not None, "the server has one for each request"
+        self._answering.add(task)
         try:
             access = self._check(scope)
             if access is Access.GENERATE:
@@ -82,6 +94,13 @@ class Door:
         except Refused as refused:
             if not answer.begun:
                 await _answer(send, refused)
+        except asyncio.CancelledError:
+            if not self._is_ending:
+                raise
+            task.uncancel()
+            await answer.end(Refused(503, "ServiceUnavailableError", "the service is ending"))
+        finally:
+            self._answering.discard(task)
 
     def _check(self, scope: Message) -> Access:
         """Return what a request needs, having seen that it has it."""
@@ -112,6 +131,9 @@ class Door:
             headers = {"retry-after": str(_RETRY_AFTER_S)}
             raise Refused(429, "RateLimitError", message, **headers)
         self._check_version(scope)
+        if b"x-data-parallel-rank" in dict(scope["headers"]):
+            message = "x-data-parallel-rank is not a client's to set: leave it out"
+            raise Refused(400, "BadRequestError", message)
         body = await self._read(scope, receive)
         for name in _forbidden(body):
             raise Refused(400, "BadRequestError", f"{name} is not a client's to set: leave it out")
@@ -161,6 +183,15 @@ class _Answer:
         self._send = send
         self._start: Message | None = None
         self._over = False
+        self._streams = False
+
+    async def end(self, refused: Refused) -> None:
+        """Answer with an error in the place of what is still to come."""
+        if not self.begun:
+            await _answer(self._send, refused)
+        elif self._streams and not self._over:
+            body = f"data: {json.dumps(refused.body())}\n\n".encode()
+            await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def send(self, message: Message) -> None:
         if self._over:
@@ -170,6 +201,7 @@ class _Answer:
                 retry = (b"retry-after", str(_RETRY_AFTER_S).encode())
                 message = {**message, "headers": [*message["headers"], retry]}
             if _is_stream(message):
+                self._streams = True
                 self._start = message
                 return
         if self._start is not None and message["type"] == "http.response.body":

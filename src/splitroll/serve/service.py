@@ -32,7 +32,8 @@ API_KEY, ADMIN_KEY = "SPLITROLL_API_KEY", "SPLITROLL_ADMIN_KEY"
 """Environment variables: secrets are in no configuration."""
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_CLOSE_TIMEOUT_S = 10
+_GRACE_S = 10
+_CLOSE_TIMEOUT_S = 5
 
 
 def check_serve(config: Config, environment: Mapping[str, str]) -> Keys:
@@ -145,11 +146,12 @@ def _what_is_wrong(exc: RequestValidationError) -> str:
 
 
 async def serve(app: Door, sock: socket.socket, stopped: asyncio.Event) -> None:
-    """Answer requests until `stopped` is set; those under way then have some seconds to end."""
+    """Answer requests until `stopped` is set; those under way then have some seconds to end, after
+    which they end with an error that says so."""
     options: dict[str, Any] = {
         "log_level": "warning",
         "access_log": False,
-        "timeout_graceful_shutdown": _CLOSE_TIMEOUT_S,
+        "timeout_graceful_shutdown": _GRACE_S + _CLOSE_TIMEOUT_S,
         "lifespan": "off",
     }
     server = _Server(uvicorn.Config(app, **options))
@@ -161,6 +163,8 @@ async def serve(app: Door, sock: socket.socket, stopped: asyncio.Event) -> None:
         app.close()
         server.should_exit = True
         stopping.cancel()
+        await asyncio.wait([running], timeout=_GRACE_S)
+        app.end()
         await running
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,9 @@ from splitroll.serve.refused import Refused
 
 _RPC_TIMEOUT_S = 600.0
 _MOST_VERSION_DIGITS = 18
+_OF_NOTHING = hashlib.sha256().hexdigest()
+"""What a worker says of a parameter that its layer has taken into another form and emptied, as all
+linear layers on CPU do."""
 
 
 def weights_router(rollout: Rollout, driven: DrivenUpdates) -> APIRouter:
@@ -62,20 +66,27 @@ def weights_router(rollout: Rollout, driven: DrivenUpdates) -> APIRouter:
         action: Annotated[Literal["checksum", "compare"], Body(embed=True)],
         baseline: Annotated[dict[str, str] | None, Body(embed=True)] = None,
     ) -> dict[str, Any]:
-        """Checksums of what engines hold, by engine and parameter; or where a baseline differs."""
+        """Checksums of what engines hold, by engine and parameter; or where a baseline differs.
+
+        A parameter whose layer keeps a form of its own has no checksum, and is `unchecked`: with
+        any, no difference elsewhere is no match, and no mismatch either: null.
+        """
         if action == "compare" and baseline is None:
             message = "action=compare needs a baseline: what action=checksum returned"
             raise Refused(400, "BadRequestError", message)
-        checksums: dict[str, str] = {}
+        found: dict[str, str] = {}
         for name, answers in (await _ask_workers(rollout, "compute_weight_checksums")).items():
             for answer in answers:
-                checksums |= {f"{name}/{key}": value for key, value in answer.items()}
+                found |= {f"{name}/{key}": value for key, value in answer.items()}
+        checksums = {name: value for name, value in found.items() if value != _OF_NOTHING}
+        unchecked = sorted(found.keys() - checksums.keys())
         if action == "checksum":
-            return {"checksums": checksums}
+            return {"checksums": checksums, "unchecked": unchecked}
         baseline = baseline or {}
-        names = sorted(checksums.keys() | baseline.keys())
+        names = sorted((checksums.keys() | baseline.keys()).difference(unchecked))
         differing = [name for name in names if checksums.get(name) != baseline.get(name)]
-        return {"match": not differing, "mismatches": differing}
+        match = False if differing else None if unchecked else True
+        return {"match": match, "mismatches": differing, "unchecked": unchecked}
 
     @router.post("/collective_rpc")
     async def collective_rpc(
