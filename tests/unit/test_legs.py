@@ -169,6 +169,9 @@ async def test_a_leg_cancelled_before_it_begins_gives_its_handle_back() -> None:
         await asyncio.gather(leg, return_exceptions=True)
         assert await p.held() == (0, 0)
         assert settled == [True]
+        assert p.handoff.cancelled == 1
+        p.handoff.give_back(handle)
+        assert p.handoff.cancelled == 1, "given back once"
 
 
 async def test_without_a_handle_a_leader_may_queue_longer_than_a_handoff_may_take() -> None:

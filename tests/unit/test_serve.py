@@ -501,8 +501,13 @@ async def test_the_dashboards_events_tell_engines_and_samples(chat_model: Path) 
 async def test_metrics_tell_what_was_done_and_by_whom(tiny_model: Path) -> None:
     async with front(tiny_model, "dispatch.policy=static") as door:
         await door.complete(n=4, temperature=1, max_tokens=6, ignore_eos=True)
+        await door.system.fleet.counters()  # of one that dies, what was read last counts
         door.system.launcher.engines["decode-1"].kill()
-        await asyncio.sleep(0.3)
+        async with asyncio.timeout(10):
+            while not door.system.fleet.members["decode-1"].restarts:
+                await asyncio.sleep(0.02)
+            while len(door.system.fleet.ready()) < 3:
+                await asyncio.sleep(0.02)
         answer = await door.client.get("/metrics")
         assert answer.headers["content-type"].startswith("text/plain")
         values = {
@@ -514,6 +519,7 @@ async def test_metrics_tell_what_was_done_and_by_whom(tiny_model: Path) -> None:
         assert values["splitroll_samples_total", "length", "shared"] == 3
         assert values["splitroll_tokens_total", "generated"] == 24
         assert values["splitroll_handoffs_total",] == 1
+        assert values["splitroll_handles_cancelled_total",] == 0
         assert values["splitroll_sample_seconds_count", "decode"] == 4
         assert values["splitroll_prompt_tokens_total", "computed", "prefill", "prefill-0"] == 40
         moved = [

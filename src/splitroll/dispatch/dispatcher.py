@@ -237,6 +237,11 @@ class Dispatcher:
         return self._ledger.stats
 
     @property
+    def cancelled_handles(self) -> int:
+        """Handles that were given back, not pulled."""
+        return self._handoff.cancelled
+
+    @property
     def load(self) -> dict[str, int]:
         """Tokens in flight by engine; empty when nothing is in flight."""
         return self.allocator.books.load

@@ -95,6 +95,8 @@ class Handoff:
         self._cleanup = cleanup
         self._decoders = decoders
         self._clock = clock
+        self.cancelled = 0
+        """Handles that were given back, not pulled."""
 
     async def prefill(
         self,
@@ -188,6 +190,7 @@ class Handoff:
     def give_back(self, handle: KvHandle) -> None:
         """Tell the prefill engine of a handle that nobody will pull it; later calls do nothing."""
         if (params := handle.give_back()) is not None:
+            self.cancelled += 1
             self._cleanup.spawn(
                 f"give a handle back to {handle.prefill_engine}", self._give_back(handle, params)
             )

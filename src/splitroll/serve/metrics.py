@@ -109,6 +109,7 @@ class Metrics(Collector):  # type: ignore[misc]
         yield tokens
         for name, count, what in (
             ("handoffs", stats.handoffs, "KV transfers between engines that arrived."),
+            ("handles_cancelled", dispatcher.cancelled_handles, "Handles given back, not pulled."),
             ("moves", stats.moves, "Samples that moved to another engine with their KV."),
             ("retries", stats.retries, "Attempts at a group beyond its first."),
             (
