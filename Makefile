@@ -17,7 +17,8 @@ test: install lint type ## Everything: lint, types, unit, contract and end-to-en
 
 install: .venv/installed ## Everything into .venv.
 
-.venv/installed: requirements/cpu.lock pyproject.toml
+.venv/installed: requirements/cpu.lock requirements/debian.sh pyproject.toml
+	requirements/debian.sh
 	$(PYTHON) -m venv .venv
 	$(PIP_INSTALL) '$(TORCH)' || $(PIP_INSTALL) --index-url $(TORCH_INDEX) '$(TORCH)'
 	$(PIP_INSTALL) -r requirements/cpu.lock

@@ -27,6 +27,7 @@ from splitroll.handoff.legs import Handoff
 from splitroll.opening import make_dispatcher, open_fleet
 from splitroll.placement import Node, place
 from splitroll.rollout import Rollout
+from splitroll.scaling import Scaler
 from splitroll.updater import Updater
 from tiny_model import make_tiny_model
 
@@ -84,12 +85,14 @@ class SimulatedSystem:
         dispatcher: Dispatcher,
         launcher: SimulatedLauncher,
         updater: Updater,
+        scaler: Scaler,
     ) -> None:
         self.fleet = fleet
         self.handoff = handoff
         self.dispatcher = dispatcher
         self.launcher = launcher
         self.updater = updater
+        self.scaler = scaler
 
     async def held_blocks(self) -> dict[str, int]:
         held = {}
@@ -126,6 +129,7 @@ async def simulated(
     launcher = launcher or SimulatedLauncher(latency, **engine_arguments)
     launcher.lease_s = config.disaggregation.kv_lease_s
     launcher.checkpoint = checkpoint
+    launcher.config = config
     async with open_fleet(config, specs, launcher) as (fleet, handoff):
         dispatcher = make_dispatcher(config, fleet, handoff)
         updater = Updater(
@@ -137,6 +141,7 @@ async def simulated(
             fleet_id="simulated",
         )
         try:
-            yield SimulatedSystem(fleet, handoff, dispatcher, launcher, updater)
+            scaler = Scaler(config, fleet, dispatcher, updater, launcher.place_more)
+            yield SimulatedSystem(fleet, handoff, dispatcher, launcher, updater, scaler)
         finally:
             await updater.close()

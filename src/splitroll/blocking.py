@@ -15,6 +15,7 @@ from splitroll.config import Config
 from splitroll.environment import AnyEnvironment, Encode, EpisodeGroup
 from splitroll.prompts import PromptLike
 from splitroll.rollout import Activity, OnError, Rollout
+from splitroll.scaling import ScaleReport
 from splitroll.types import FailedGroup, Group, SamplingParams
 from splitroll.updater import PauseMode, UpdateReport
 
@@ -155,6 +156,20 @@ class BlockingRollout:
     def is_paused(self) -> bool:
         """See `Rollout.is_paused`."""
         return self._open().is_paused
+
+    def scale(
+        self,
+        *,
+        prefill: int | None = None,
+        decode: int | None = None,
+        mixed: int | None = None,
+        timeout_s: float = 600.0,
+    ) -> ScaleReport:
+        """See `Rollout.scale`."""
+        scaling = self._open().scale(
+            prefill=prefill, decode=decode, mixed=mixed, timeout_s=timeout_s
+        )
+        return self._wait(scaling)
 
     def prove(self) -> None:
         """See `Rollout.prove`."""

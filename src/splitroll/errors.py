@@ -99,6 +99,10 @@ class EngineStartError(EngineError):
     what = "did not start"
 
 
+class NoPlace(EngineStartError):
+    """There is no room for an engine now; there may be later."""
+
+
 class EngineDied(EngineError):
     """An engine that was up is gone."""
 

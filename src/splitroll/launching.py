@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from splitroll.cluster import RayLauncher, open_cluster, take_inventory
 from splitroll.config import Config
+from splitroll.fleet.fleet import Fleet
+from splitroll.handoff.backend import check_backend
 from splitroll.model import ModelFacts
 from splitroll.opening import backend_of
-from splitroll.placement import LOOPBACK, EngineSpec, place
+from splitroll.placement import LOOPBACK, EngineSpec, Node, left_over, place, shared_address
 from splitroll.router.launcher import (
     ROUTER_SPEC,
     RouterLauncher,
@@ -19,6 +22,9 @@ from splitroll.router.launcher import (
     is_routed,
     reserved,
 )
+from splitroll.scaling import PlaceMore
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +35,16 @@ class Launching:
         config: of the fleet; with a router, of the one engine that it then has.
         specs: its engines.
         address: of this host, as they reach it.
-        elsewhere: names of the processes that are on other hosts.
+        elsewhere: returns the names of the fleet's processes that are on other hosts.
+        place_more: finds places for engines that are to join; None where none can.
     """
 
     config: Config
     specs: tuple[EngineSpec, ...]
     launcher: RayLauncher | RouterLauncher
     address: str
-    elsewhere: tuple[str, ...]
+    elsewhere: Callable[[Fleet], Sequence[str]]
+    place_more: PlaceMore | None = None
 
 
 @contextlib.asynccontextmanager
@@ -51,14 +59,33 @@ async def open_launching(config: Config, facts: ModelFacts) -> AsyncGenerator[La
         async with open_cluster(config):
             nodes = await take_inventory(wants_gpus=config.devices.kind != "cpu")
             specs = place(config, nodes)
-            alone = len({spec.node_id for spec in specs} | {nodes[0].id}) == 1
-            address = LOOPBACK if alone else nodes[0].address
-            elsewhere = tuple(spec.name for spec in specs if spec.node_id != nodes[0].id)
+            check_backend(backend_of(config), specs)
+            alone = all(spec.host == LOOPBACK for spec in specs)
+            address = LOOPBACK if alone else shared_address(config, nodes[0])
+            _tell_left_over(specs, nodes)
+            home = nodes[0].id
             if is_routed(config):
                 routers = RouterLauncher(config, facts, specs, fleet_id, endpoint)
                 routed = as_routed(config)
-                yield Launching(routed, (ROUTER_SPEC,), routers, address, elsewhere)
+                servers = _names_beyond(home, specs)
+                yield Launching(routed, (ROUTER_SPEC,), routers, address, lambda fleet: servers)
             else:
                 backend = backend_of(config)
-                ours = RayLauncher(config, facts, backend, fleet_id=fleet_id)
-                yield Launching(config, specs, ours, address, elsewhere)
+                on_gpu = any(spec.gpus for spec in specs)
+                ours = RayLauncher(config, facts, backend, fleet_id, on_gpu=on_gpu)
+
+                def elsewhere(fleet: Fleet) -> Sequence[str]:
+                    return _names_beyond(home, [m.spec for m in fleet.members.values()])
+
+                yield Launching(config, specs, ours, address, elsewhere, ours.place_more)
+
+
+def _names_beyond(home: str, specs: Sequence[EngineSpec]) -> Sequence[str]:
+    return [spec.name for spec in specs if spec.is_beyond(home)]
+
+
+def _tell_left_over(specs: Sequence[EngineSpec], nodes: Sequence[Node]) -> None:
+    """Tell of GPUs that no engine has."""
+    if rest := left_over(specs, nodes):
+        told = ", ".join(f"{count} on {address}" for address, count in rest.items())
+        log.warning("GPUs that no engine has: %s", told)

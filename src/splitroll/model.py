@@ -22,6 +22,9 @@ from splitroll.errors import ConfigError, Problem
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What models call the number of their experts."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -34,6 +37,12 @@ class ModelFacts:
     num_kv_heads: int
     max_model_len: int
     vocab_size: int
+    num_layers: int = 0
+    """0 where its configuration does not tell."""
+    num_experts: int = 0
+    """Of each layer; 0 without a mixture of experts."""
+    is_mla: bool = False
+    """Multi-head latent attention: every tensor-parallel rank has all KV."""
 
 
 def cache_dir() -> Path:
@@ -151,6 +160,9 @@ def _facts(name: str, path: str, config: Mapping[str, Any]) -> ModelFacts:
             num_kv_heads=int(text.get("num_key_value_heads") or heads),
             max_model_len=_max_model_len(text),
             vocab_size=int(text["vocab_size"]),
+            num_layers=int(text.get("num_hidden_layers") or 0),
+            num_experts=next((int(text[key]) for key in _EXPERTS if text.get(key)), 0),
+            is_mla=bool(text.get("kv_lora_rank")),
         )
     except KeyError as exc:
         raise _no_model(name, f"a config.json without {exc}") from exc

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
 
 from splitroll.config import Config
+from splitroll.config.topology import kv_roles
 from splitroll.dispatch.dispatcher import Dispatcher
 from splitroll.engines.protocol import Engine
 from splitroll.fleet.fleet import Fleet, Launcher, Prover
 from splitroll.fleet.prove import PairProof, proof_prompt, prove_pairs
-from splitroll.handoff.backend import make_backend
+from splitroll.handoff.backend import KvBackend, make_backend
 from splitroll.handoff.cleanup import Cleanup
 from splitroll.handoff.legs import Handoff, LegLimits
 from splitroll.placement import EngineSpec
-from splitroll.types import Role
 
 OnState = Callable[[Fleet], None]
 
@@ -36,11 +35,10 @@ async def open_fleet(
     # Nothing is left to clean up once the leases of all handles have ended.
     cleanup = Cleanup(limit_s=config.disaggregation.kv_lease_s + _CLEANUP_MARGIN_S)
     handoffs: list[Handoff] = []
-    elastic = is_elastic(config)
+    roles = kv_roles(config)
 
     def make_prover(fleet: Fleet) -> Prover:
-        loaders = () if elastic else (Role.DECODE,)
-        handoffs.append(_make_handoff(config, cleanup, lambda: fleet.up(*loaders)))
+        handoffs.append(_make_handoff(config, cleanup, lambda: fleet.up(*roles.loaders)))
 
         async def prove(prefills: Sequence[Engine], decodes: Sequence[Engine]) -> list[PairProof]:
             if not prefills or not decodes:
@@ -51,7 +49,7 @@ async def open_fleet(
 
         return prove
 
-    opening = Fleet.open(specs, launcher, config.limits, make_prover, on_state, elastic=elastic)
+    opening = Fleet.open(specs, launcher, config.limits, make_prover, on_state, kv_roles=roles)
     async with opening as fleet:
         try:
             yield fleet, handoffs[0]
@@ -81,10 +79,11 @@ def _make_handoff(
         prefill_timeout_s=config.limits.prefill_timeout_s,
         sample_timeout_s=config.limits.sample_timeout_s,
     )
-    return Handoff(make_backend(section.transfer_backend), limits, cleanup, decoders)
+    return Handoff(make_backend(section), limits, cleanup, decoders)
 
 
-def backend_of(config: Config) -> Any:
+def backend_of(config: Config) -> KvBackend | None:
+    """Return the KV backend of a fleet; None of a colocated one."""
     if not config.disaggregation.enabled:
         return None
-    return make_backend(config.disaggregation.transfer_backend)
+    return make_backend(config.disaggregation)

@@ -1,17 +1,19 @@
-"""Which ports the processes of a running fleet listen on, of this machine."""
+"""Which ports the processes of a fleet listen on here; and ports that are held for their binder."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
 import os
-from collections.abc import Iterable
+import socket
+from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
 
 from splitroll.engines.protocol import EngineInfo
+from splitroll.placement import LOOPBACK
 
 _KNOWN = {
     "vllm_router": "vllm-router",
@@ -82,8 +84,46 @@ def _family() -> list[psutil.Process]:
     return [me, *me.children(recursive=True)]
 
 
+def own_addresses() -> list[str]:
+    """Return the IP addresses of this machine's interfaces, loopback left out."""
+    found = [
+        address.address.partition("%")[0]
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    return sorted(address for address in found if not ipaddress.ip_address(address).is_loopback)
+
+
 def _purpose(process: psutil.Process) -> str:
     if process.pid == os.getpid():
         return "the driver: its Ray worker"
     line = " ".join(process.cmdline())
     return next((what for mark, what in _KNOWN.items() if mark in line), f"unknown: {line[:60]}")
+
+
+@contextlib.contextmanager
+def held_ports(
+    count: int, host: str = LOOPBACK, first: int = 0
+) -> Generator[list[int], None, None]:
+    """Choose free ports of an interface and hold them.
+
+    A socket that sets SO_REUSEADDR and never listens lets another that sets it bind the same port
+    by its number, as vLLM's server and vllm-router do. Nobody else is given the port meanwhile:
+    neither who asks for any free one nor who binds without that option.
+
+    Args:
+        first: the number that the first is to have, 0 for any.
+
+    Raises:
+        OSError: somebody else has it.
+    """
+    with contextlib.ExitStack() as stack:
+        ports = []
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        for index in range(count):
+            holder = stack.enter_context(socket.socket(family))
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind((host, 0 if index else first))
+            ports.append(holder.getsockname()[1])
+        yield ports

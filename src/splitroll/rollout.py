@@ -36,9 +36,11 @@ from splitroll.model import ModelFacts
 from splitroll.opening import OnState, make_dispatcher, open_fleet
 from splitroll.placement import check_devices
 from splitroll.prompts import PromptLike, Tokenizer
+from splitroll.scaling import Scaler, ScaleReport
 from splitroll.types import (
     FailedGroup,
     Group,
+    Role,
     SamplingParams,
 )
 from splitroll.updater import PauseMode, Updater, UpdateReport
@@ -105,7 +107,9 @@ class Rollout:
         dispatcher: Dispatcher,
         updater: Updater,
         handoff: Handoff,
+        scaler: Scaler | None = None,
     ) -> None:
+        self._scaler = scaler
         self.config = config
         self.facts = facts
         self.fleet = fleet
@@ -167,7 +171,10 @@ class Rollout:
                             if observe:
                                 watching = observed(fleet, dispatcher.allocator)
                                 await stack.enter_async_context(watching)
-                            yield cls(config, facts, fleet, dispatcher, updater, handoff)
+                            scaler = None
+                            if (place_more := launching.place_more) is not None:
+                                scaler = Scaler(config, fleet, dispatcher, updater, place_more)
+                            yield cls(config, facts, fleet, dispatcher, updater, handoff, scaler)
                     finally:
                         await updater.close()
                         eventful = any(m.restarts or m.last_error for m in fleet.members.values())
@@ -388,6 +395,38 @@ class Rollout:
     def is_paused(self) -> bool:
         return self.dispatcher.barrier.paused
 
+    async def scale(
+        self,
+        *,
+        prefill: int | None = None,
+        decode: int | None = None,
+        mixed: int | None = None,
+        timeout_s: float = 600.0,
+    ) -> ScaleReport:
+        """Change how many engines there are of a role, while groups are generated. An engine that
+        joins is one of the first group of its role that lacks one, else of the last; it serves once
+        it has the fleet's weights and is proven with all others. One that leaves is given nothing
+        more, and ends what it has.
+
+        Args:
+            mixed: engines for both, as all of a colocated fleet are.
+            timeout_s: how long an engine that leaves may take to end what it has; after that its
+                samples are generated anew elsewhere.
+
+        Raises:
+            ConfigError: with why that cannot be; nothing was changed.
+            Conflict: nor in the state that the fleet is in: fenced, standing still, closed, or in a
+                weight update that does not end.
+            EngineStartError, ProofError: an engine could not join; the others did.
+        """
+        if self._scaler is None:
+            hint = "start another router with other servers"
+            found = repr(self.config.router.mode)
+            raise ConfigError([Problem("router.mode", found, "'splitroll', to scale", hint)])
+        asked = {Role.PREFILL: prefill, Role.DECODE: decode, Role.BOTH: mixed}
+        wanted = {role: count for role, count in asked.items() if count is not None}
+        return await self._scaler.scale(wanted, timeout_s)
+
     async def prove(self) -> None:
         """Prove every prefill/decode pair again, as at the start.
 
@@ -419,7 +458,7 @@ class Rollout:
                     decodes=stats.decodes[name],
                     restarts=member.restarts,
                 )
-                for name, member in self.fleet.members.items()
+                for name, member in {**self.fleet.departed, **self.fleet.members}.items()
             ),
         )
 

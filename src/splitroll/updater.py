@@ -58,6 +58,7 @@ PauseMode = Literal["wait", "abort", "keep"]
 still until the fleet goes on."""
 
 _POLL_S = 0.002
+_IDLE_POLL_S = 0.05
 _ABORTED_TIMEOUT_S = 2.0
 _ABORT_AGAIN_S = 0.1
 _CLOSE_TIMEOUT_S = 30.0
@@ -153,7 +154,7 @@ class Updater:
         checkpoint: folder, or Hugging Face id, of the model that engines start from.
         fleet_id: part of the names of files, which other fleets may write beside ours.
         address: of this host, as engines reach it.
-        elsewhere: names of engines on other hosts.
+        elsewhere: returns the names of engines on other hosts.
     """
 
     def __init__(
@@ -165,14 +166,14 @@ class Updater:
         checkpoint: str,
         fleet_id: str,
         address: str = "127.0.0.1",
-        elsewhere: Sequence[str] = (),
+        elsewhere: Callable[[Fleet], Sequence[str]] = lambda fleet: (),
     ) -> None:
         self._fleet = fleet
         self._barrier = dispatcher.barrier
         self._handoff = handoff
         self._fleet_id = fleet_id
         self._address = address
-        self._elsewhere = tuple(elsewhere)
+        self._elsewhere = elsewhere
         self._transport: Transport | None = None
         self._settings = settings
         self._checkpoint = checkpoint
@@ -203,6 +204,7 @@ class Updater:
         outcome: int | BaseException = RuntimeError("the update was cancelled")
         before = self._fleet.weight_version
         try:
+            await self._scaled()
             version = self._check_version(version)
             report = await self._update(weights, version, partial, trainer)
         except Exception as exc:
@@ -236,6 +238,34 @@ class Updater:
             self._busy = None
             await self._thaw()  # `resume` may have come meanwhile
 
+    async def idle(self) -> None:
+        """Wait until no update is under way."""
+        while True:
+            if self._busy is None:
+                return
+            await asyncio.sleep(_IDLE_POLL_S)
+
+    async def _scaled(self, what: str = "update_weights") -> None:
+        """Wait until no engine is told to join or leave: who takes part must be known.
+
+        Raises:
+            Conflict: engines still are, after the time that an update has.
+        """
+        limit_s = self._settings.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._fleet.scaled()
+        except TimeoutError:
+            found = f"engines that join or leave, for {limit_s:g} s (weights.timeout_s)"
+            hint = "wait for `scale`, or raise weights.timeout_s"
+            problem = Problem(what, found, "a fleet that stays as it is", hint)
+            raise Conflict([problem]) from None
+
+    @property
+    def keeps_still(self) -> bool:
+        """Whether a pause keeps engines still with what they have."""
+        return bool(self._frozen)
+
     async def pause(self, mode: PauseMode) -> None:
         """See `Rollout.pause`."""
         if self._busy is not None:
@@ -244,13 +274,15 @@ class Updater:
         if self._barrier.is_fenced:
             allowed, hint = "a fleet that serves", "push weights: it serves nothing until then"
             raise Conflict([Problem("pause", "a failed update's fence", allowed, hint)])
+        if mode == "keep":  # who joins must be proven, and who leaves must end what it has
+            await self._scaled("pause")
         self._barrier.pause(partial=mode == "abort")
         async with asyncio.timeout(self._settings.timeout_s):
             if mode == "keep":
                 await self._freeze()
             else:
                 if mode == "abort":
-                    await asyncio.gather(*(self._end_work(e) for e in self._fleet.ready()))
+                    await asyncio.gather(*(self._end_work(e) for e in self._fleet.working()))
                 await self._barrier.drained()
         if not self._barrier.paused:
             raise Conflict([Problem("pause", "resumed meanwhile", "one at a time", "ask again")])
@@ -272,7 +304,7 @@ class Updater:
         """Let all engines stand still with what they have; KV between two is not waited for."""
         await self._barrier.interrupt_crossings()
         await self._handoff.settled()
-        for engine in self._fleet.ready():
+        for engine in self._fleet.working():
             await self._unpinned(engine)
             async with self._stilling:
                 if not self._barrier.paused:  # it was taken back meanwhile
@@ -318,6 +350,7 @@ class Updater:
             ConfigError: another update is under way.
             WeightUpdateFailed: it did not come to rest; it goes on as it was.
         """
+        await self._scaled()
         version = self._check_version(None)
         self._busy = version
         fenced = self._barrier.is_fenced
@@ -442,8 +475,9 @@ class Updater:
             found = "paused with what is under way kept"
             allowed = "no sample half-way, with weights.in_flight: drain"
             raise Conflict([Problem("update_weights", found, allowed, hint)])
-        if self._settings.transport in ("shm", "ipc") and self._elsewhere:
-            found = f"{self._settings.transport}, with {', '.join(self._elsewhere)} on other hosts"
+        afar = self._elsewhere(self._fleet)
+        if self._settings.transport in ("shm", "ipc") and afar:
+            found = f"{self._settings.transport}, with {', '.join(afar)} on other hosts"
             hint = "use disk or nccl: shared memory ends at the host"
             raise ConfigError([Problem("weights.transport", found, "disk or nccl", hint)])
         if self._busy is not None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ from splitroll.types import Group
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
+ROUNDS = int(os.environ.get("SPLITROLL_ROUNDS", "2"))
+"""Of starting many engines at once; 20 take half an hour."""
+LISTEN = "0A"
+"""The state's number in /proc/net/tcp."""
 ONE_EACH = "disaggregation.decode_replicas=1"
 
 
@@ -138,12 +143,15 @@ asyncio.run(main())
 """
 
 
-def start_job(config: dict[str, Any], *overrides: str, stay_s: float) -> subprocess.Popen[str]:
+def start_job(
+    config: dict[str, Any], *overrides: str, stay_s: float, folder: str | None = None
+) -> subprocess.Popen[str]:
     code = FLEET_SCRIPT.format(config=config, overrides=list(overrides), stay_s=stay_s)
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         text=True,
+        env=os.environ if folder is None else {**os.environ, "TMPDIR": folder},
         # A shell that runs this in the background has SIGINT ignored, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
@@ -157,6 +165,16 @@ def read_line(job: subprocess.Popen[str], start: str) -> list[str]:
     raise AssertionError(f"the job ended without {start}")
 
 
+def leftovers(folder: str) -> set[str]:
+    """Return what a job can leave behind: sockets that listen, files, shared memory."""
+    names = {str(path) for place in ("/dev/shm", folder) for path in Path(place).iterdir()}
+    names -= {f"{folder}/ray"}  # Ray keeps its own logs
+    for table in ("tcp", "tcp6"):
+        rows = [line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+        names |= {f"{table} {row[1]}" for row in rows if row[3] == LISTEN}
+    return names
+
+
 def all_gone(pids: list[int], limit_s: float) -> bool:
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
@@ -164,6 +182,38 @@ def all_gone(pids: list[int], limit_s: float) -> bool:
             return True
         time.sleep(0.1)
     return False
+
+
+@pytest.mark.timeout(100 + 120 * ROUNDS)
+def test_rounds_of_many_processes_leave_nothing(tiny_config: dict[str, Any]) -> None:
+    """Four engines at once and three with four ranks in turn, ended as a user or a fault does."""
+    decode = ("[{replicas: 2}]", "[{tensor_parallel_size: 2}]")
+    with tempfile.TemporaryDirectory(prefix="sr-") as folder:  # short, for names of sockets
+        for turn in range(ROUNDS):
+            is_killed = turn % 4 in (1, 2)
+            shape = [
+                "disaggregation.prefill_replicas=2",
+                f"disaggregation.decode={decode[turn % 2]}",
+            ]
+            before = leftovers(folder)
+            job = start_job(tiny_config, *shape, stay_s=60 if is_killed else 0, folder=folder)
+            try:
+                pids = [int(pid) for pid in read_line(job, "PIDS")]
+                assert read_line(job, "GROUP") == ["2"]
+                if is_killed:
+                    os.kill(pids[-1], signal.SIGKILL)
+                    job.send_signal(signal.SIGINT)
+                assert (job.wait(60) == 0) is not is_killed
+                assert all_gone(pids, 10)
+                end = time.monotonic() + 10
+                while (left := leftovers(folder) - before) and time.monotonic() < end:
+                    time.sleep(0.1)
+                if is_killed:  # logs are kept where an engine is seen to have died
+                    left = {name for name in left if "/splitroll-" not in name}
+                assert left == set(), f"round {turn}"
+            finally:
+                job.kill()
+                job.wait()
 
 
 def test_two_jobs_on_one_host_do_not_clash_and_a_crashed_one_leaves_nothing(
@@ -204,10 +254,10 @@ import asyncio, os, ray
 from splitroll.cluster import take_inventory
 from splitroll.config import load_config
 from splitroll.engines.arguments import engine_arguments
-from splitroll.engines.ray_engine import actor_options
+from splitroll.engines.ray_place import Place
 from splitroll.model import ModelFacts
 from splitroll.ports import fleet_ports
-from splitroll.placement import actor_name, place
+from splitroll.placement import actor_name, place as placed
 
 class Reporter:
     def report(self):
@@ -216,15 +266,19 @@ class Reporter:
 async def main():
     (node,) = await take_inventory(wants_gpus=True)
     config = load_config(overrides=["disaggregation.decode.tensor_parallel_size=2"])
-    for spec in place(config, [node]):
+    held = []
+    for spec in placed(config, [node]):
         facts = ModelFacts("m", "m", 8, 4, 1024, 4096)
-        options = actor_options(
-            spec, actor_name("f", spec.name, 0), engine_arguments(config, facts, spec, None)
-        )
-        actor = ray.remote(Reporter).options(**options).remote()  # Ray ends it with its handle
+        place = await Place.reserve(spec, actor_name("f", spec.name, 0))
+        options = place.options(engine_arguments(config, facts, spec, None))
+        actor = ray.remote(Reporter).options(**options).remote()
         devices, node_id = await actor.report.remote()
         assert node_id == node.id
         print(spec.name, devices, flush=True)
+        held.append((actor, place))
+    for actor, place in held:
+        ray.kill(actor)
+        place.release()
 
 ray.init(address="local", num_gpus=5, include_dashboard=False, log_to_driver=False)
 asyncio.run(main())
@@ -261,6 +315,30 @@ def test_a_cluster_of_ours_lives_as_long_as_its_last_user() -> None:
     )  # fmt: skip
     lines = done.stdout.splitlines()
     assert lines == ["after the first True", "after the second False", "of somebody else True"]
+
+
+LOST_SCRIPT = """
+import asyncio, socket
+from splitroll.cluster import open_cluster
+from splitroll.config import load_config
+
+async def main():
+    with socket.create_server(("127.0.0.1", 0)) as ended:
+        address = "127.0.0.1:%d" % ended.getsockname()[1]
+    async with open_cluster(load_config(overrides=[f"ray.address={address}"])):
+        pass
+
+asyncio.run(main())
+"""
+
+
+def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
+    """Ray itself would try for a quarter of an hour."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOST_SCRIPT], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert "ray.address: found '127.0.0.1:" in done.stderr
+    assert "refused" in done.stderr
 
 
 def test_actors_see_exactly_the_gpus_of_their_placement() -> None:

@@ -124,6 +124,25 @@ async def test_a_router_that_runs_is_joined(rollout: Rollout, tiny_config: dict[
     assert await generate(rollout, prompts(1, 40, seed=3), sampling=GREEDY)
 
 
+async def test_mooncake_goes_through_the_stock_router_too(
+    rollout: Rollout, tiny_config: dict[str, Any]
+) -> None:
+    asked = prompts(4, 80, seed=9)
+    overrides = [*MODE, "disaggregation.transfer_backend=mooncake"]
+    async with Rollout.open(tiny_config, overrides=overrides) as over_mooncake:
+        before = await routed(over_mooncake).counters_by_server()
+        ours = await generate(over_mooncake, asked, n=1, sampling=GREEDY)
+        after = await routed(over_mooncake).counters_by_server()
+        async with asyncio.timeout(10):  # metrics lag behind
+            while (done := after["decode-0"] - before["decode-0"]).pulled_tokens < 4 * 79:
+                await asyncio.sleep(0.1)
+                after = await routed(over_mooncake).counters_by_server()
+        assert done.computed_tokens <= 4
+    theirs = await generate(rollout, asked, n=1, sampling=GREEDY)
+    for name, group in ours.items():
+        assert group.samples[0].token_ids == theirs[name].samples[0].token_ids
+
+
 async def test_weights_reach_the_servers(rollout: Rollout, tiny_model: Path) -> None:
     weights = load_file(tiny_model / "model.safetensors")
     asked = prompts(2, 100, seed=4)

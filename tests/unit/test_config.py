@@ -11,8 +11,10 @@ import pytest
 
 from splitroll.cli import EXIT_BAD_INPUT, main
 from splitroll.config import check_config, load_checked, load_config, to_yaml
+from splitroll.config.pools import replicas
 from splitroll.errors import ConfigError
 from splitroll.model import ModelFacts
+from splitroll.types import Role
 
 FACTS = ModelFacts(
     "model", "model", num_attention_heads=8, num_kv_heads=4, max_model_len=2048, vocab_size=4096
@@ -31,7 +33,7 @@ def problems(*overrides: str) -> dict[str, Any]:
 def test_defaults_are_one_prefill_and_two_decode_engines_over_nixl() -> None:
     config = load_config()
     section = config.disaggregation
-    assert (section.prefill_replicas, section.decode_replicas) == (1, 2)
+    assert (replicas(config, Role.PREFILL), replicas(config, Role.DECODE)) == (1, 2)
     assert section.transfer_backend == "nixl"
     assert problems() == {}
 

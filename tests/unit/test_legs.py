@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from splitroll.config.schema import Disaggregation
 from splitroll.engines.protocol import DecodeRequest
 from splitroll.engines.simulated import Fabric, Faults, LatencyModel, SimulatedEngine
 from splitroll.errors import HandleRefused, InvalidRequest, KvLoadFailed, LegError, LegTimeout
@@ -34,7 +35,7 @@ class Pair:
         self.cleanup = Cleanup(limit_s=2.0)
         self.skew_s = 0.0
         self.handoff = Handoff(
-            make_backend("nixl"), LIMITS, self.cleanup, lambda: [self.decode], self.clock
+            make_backend(Disaggregation()), LIMITS, self.cleanup, lambda: [self.decode], self.clock
         )
 
     def clock(self) -> float:

@@ -131,7 +131,9 @@ def test_engines_run_vllms_weight_transfer_engine_of_that_name(backend: str) -> 
     options = [f"weights.transport={backend}", "weights.on_failure=fence", "devices.kind=gpu"]
     config = load_config(overrides=options)
     check_config(config, FACTS)
-    spec = EngineSpec("decode-0", Role.DECODE, "n", "10.0.0.1", 1, ("0",), (), 1)
+    spec = EngineSpec(
+        "decode-0", Role.DECODE, "n", "10.0.0.1", 1, ("0",), (), 1, "disaggregation.decode"
+    )
     arguments = engine_arguments(config, FACTS, spec, None)
     assert arguments.vllm["weight_transfer_config"] == {"backend": backend}
 

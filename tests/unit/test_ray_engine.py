@@ -65,8 +65,14 @@ class FakeActor:
             yield reference
 
 
+class FakePlace:
+    """What the cluster keeps for an engine."""
+
+    def release(self) -> None: ...
+
+
 def opened(actor: FakeActor) -> RayEngine:
-    engine = RayEngine("e", actor)
+    engine = RayEngine("e", actor, FakePlace())
     engine._following = asyncio.create_task(engine._follow())
     return engine
 

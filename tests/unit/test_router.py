@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from splitroll.config import load_config
-from splitroll.config.router import router_arguments
+from splitroll.config.router import router_arguments, router_problems
 from splitroll.config.rules import check_config
 from splitroll.config.schema import Config, Router
 from splitroll.engines.protocol import (
@@ -190,6 +190,18 @@ def test_router_in_front_of_prefill_and_decode() -> None:
     assert found["--decode"] == [["http://h:2"], ["http://h:3"]]
     assert found["--kv-connector"] == [["nixl"]]
     assert "--worker-urls" not in found
+
+
+@pytest.mark.parametrize(
+    ("override", "where"),
+    [
+        ("disaggregation.mixed=[{replicas: 1}]", "disaggregation.mixed"),
+        ("disaggregation.transfer_backend=connector", "disaggregation.transfer_backend"),
+    ],
+)
+def test_what_the_router_does_not_know_is_told(override: str, where: str) -> None:
+    config = load_config(overrides=["router.mode=vllm-router", override])
+    assert where in [problem.path for problem in router_problems(config)]
 
 
 def test_mooncakes_prefill_servers_have_a_bootstrap_port() -> None:

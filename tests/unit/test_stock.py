@@ -26,8 +26,9 @@ from splitroll.config import load_config
 from splitroll.engines.arguments import EngineArguments
 from splitroll.errors import FleetError, GroupFailed
 from splitroll.model import ModelFacts
+from splitroll.ports import held_ports
 from splitroll.router.command_lines import server_argv
-from splitroll.router.processes import Command, held_ports, running
+from splitroll.router.processes import Command, running
 from splitroll.router.tied import tied
 
 FACTS = ModelFacts("m", "/models/m", 8, 4, 2048, 4096)

@@ -18,8 +18,9 @@ from splitroll.engines.arguments import EngineArguments, engine_arguments
 from splitroll.handoff.backend import make_backend
 from splitroll.model import ModelFacts
 from splitroll.placement import LOOPBACK, Node, engine_id, place
+from splitroll.ports import held_ports
 from splitroll.router.command_lines import Server, router_argv, server_argv
-from splitroll.router.processes import Command, held_ports, running
+from splitroll.router.processes import Command, running
 from splitroll.types import Role
 
 _NOT_SERVED = ("weight_transfer_config",)
@@ -119,7 +120,7 @@ def server_arguments(
         ConfigError: when they do not fit on them.
     """
     section = config.disaggregation
-    backend = make_backend(section.transfer_backend) if section.enabled else None
+    backend = make_backend(section) if section.enabled else None
     fleet_id = secrets.token_hex(4)
     found = []
     for spec in place(config, [Node("local", LOOPBACK, (), tuple(cores))]):

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from splitroll.config.pools import described
 from splitroll.report import LiveTable, StepRecord, quarter_means, write_report
 from splitroll.train import MODEL_FOLDER, TrainPlan, plan_training, train
 
@@ -55,18 +56,11 @@ def _summary(plan: TrainPlan, records: list[StepRecord], wall_s: float) -> dict[
 
 def _facts(plan: TrainPlan) -> dict[str, str]:
     config, section = plan.config, plan.config.train
-    split = config.disaggregation
-    engines = (
-        f"{split.prefill_replicas} prefill and {split.decode_replicas} decode, "
-        f"{split.transfer_backend}"
-        if split.enabled
-        else f"{config.colocated.replicas} colocated"
-    )
     batch = plan.args.generation_batch_size
     return {
         "model": plan.facts.name,
         "task": f"{plan.task.name}, {section.num} questions, seed {section.seed}",
-        "engines": f"{engines}; {config.engine['dtype']}",
+        "engines": f"{described(config)}; {config.engine['dtype']}",
         "generation": f"{batch} samples, {plan.args.num_generations} for each question, "
         f"up to {plan.args.max_completion_length} tokens",
         "optimizer": f"{plan.args.optim}, learning rate {plan.args.learning_rate:g}",

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from splitroll.config.rules import check_config
-from splitroll.config.schema import Config
+from splitroll.config.schema import SHAPE_TAGS, Config
 from splitroll.errors import ConfigError, Problem
 from splitroll.model import ModelFacts, resolve_model
 
@@ -91,19 +91,31 @@ def _load(
         try:
             return Config.model_validate(tree), problems
         except ValidationError as exc:
-            errors = exc.errors()
+            errors: list[dict[str, Any]]
+            errors = [{**error, "loc": _written(error["loc"])} for error in exc.errors()]
             problems += [_explain(error) for error in errors]
-            pruned = [_prune(tree, error["loc"]) for error in errors]
+            # From behind: what is removed from a list moves what comes after it.
+            pruned = [_prune(tree, error["loc"]) for error in reversed(errors)]
             if not all(pruned):
                 raise ConfigError(problems) from exc
+
+
+def _written(loc: Sequence[Any]) -> tuple[Any, ...]:
+    """Return an error's place as it is in what the user wrote."""
+    return tuple(part for part in loc if part not in SHAPE_TAGS)
 
 
 def _prune(tree: dict[str, Any], loc: Sequence[Any]) -> bool:
     """Remove what stands at the deepest part of a path that exists; False where nothing does."""
     node: Any = tree
     for key, following in zip(loc, [*loc[1:], None], strict=True):
-        child = node.get(key)
-        if not isinstance(child, dict) or following not in child:
+        child = node.get(key) if isinstance(node, dict) else node[key]
+        inside = isinstance(child, dict) and following in child
+        inside |= isinstance(child, list) and isinstance(following, int)
+        if not inside:
+            if isinstance(node, list):
+                del node[key]
+                return True
             return node.pop(key, loc) is not loc
         node = child
     return False
@@ -140,7 +152,13 @@ def _read(source: Config | Mapping[str, Any] | str | Path | None) -> dict[str, A
 
 
 def _mutable(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: _mutable(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
+    return {k: _mutable_value(v) for k, v in tree.items()}
+
+
+def _mutable_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _mutable(value)
+    return [_mutable_value(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> Problem | None:
@@ -152,12 +170,20 @@ def _apply_override(tree: dict[str, Any], override: str) -> Problem | None:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return Problem(path, repr(text), "a value in YAML", "quote it")
-    node = tree
+    node: Any = tree
     for key in keys[:-1]:
-        child = node.setdefault(key, {})
-        if not isinstance(child, dict):
+        if isinstance(node, list):
+            if not key.isdecimal() or int(key) >= len(node):
+                allowed = f"0 to {len(node) - 1}, the entries of the list" if node else "nothing"
+                return Problem(path, key, allowed, "give an entry's number")
+            child = node[int(key)]
+        else:
+            child = node.setdefault(key, {})
+        if not isinstance(child, dict | list):
             return Problem(path, f"{key} = {child!r}", "a section", "set the section's keys")
         node = child
+    if isinstance(node, list):
+        return Problem(path, repr(text), "a section's key", "set the keys of an entry")
     node[keys[-1]] = value
     return None
 
@@ -188,8 +214,17 @@ def _explain(error: Any) -> Problem:
 
 def _keys_at(loc: Sequence[Any]) -> list[str]:
     section: type[BaseModel] = Config
-    for part in loc:
-        annotation = section.model_fields[str(part)].annotation
-        candidates = [annotation, *get_args(annotation)]
-        section = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    for index, part in enumerate(loc):
+        if isinstance(part, int):
+            continue  # of a list, whose entries are told by its own annotation
+        found = _models_in(section.model_fields[str(part)].annotation)
+        is_list = isinstance(next(iter(loc[index + 1 :]), None), int)
+        section = found[-1] if is_list else found[0]
     return list(section.model_fields)
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections that an annotation names, in its order."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_in(part)]

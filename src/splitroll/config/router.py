@@ -54,6 +54,7 @@ def router_problems(config: Config) -> Iterator[Problem]:
                 yield Problem(f"router.{name}", repr(value), "nothing, in this mode", hint)
         return
     yield from _place_problems(config, lists)
+    yield from _topology_problems(config)
     yield from _weight_problems(config)
     yield from _argument_problems(config)
     if section.url is None and importlib.util.find_spec("vllm_router") is None:
@@ -88,6 +89,18 @@ def _place_problems(config: Config, lists: dict[str, Sequence[str]]) -> Iterator
             allowed = f"nothing, with disaggregation.enabled: {mode}"
             other = "prefill_urls and decode_urls" if split else "worker_urls"
             yield Problem(f"router.{name}", repr(values), allowed, f"use router.{other}")
+
+
+def _topology_problems(config: Config) -> Iterator[Problem]:
+    section = config.disaggregation
+    if not section.enabled:
+        return
+    if section.transfer_backend == "connector":
+        where, hint = "disaggregation.transfer_backend", "vllm-router knows these two"
+        yield Problem(where, "'connector'", "nixl or mooncake, with router.mode", hint)
+    if section.mixed:
+        found, hint = f"{len(section.mixed)} groups", "vllm-router's servers have one role each"
+        yield Problem("disaggregation.mixed", found, "nothing, with router.mode", hint)
 
 
 def _weight_problems(config: Config) -> Iterator[Problem]:

@@ -5,23 +5,34 @@ Everything here is checked before Ray or an engine starts.
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import functools
+import importlib.util
+import ipaddress
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from splitroll.config.fields import field_names
+from splitroll.config.fields import field_names, first_arguments
 from splitroll.config.grpo import grpo_problems
+from splitroll.config.pools import pools, replicas
 from splitroll.config.router import router_problems
-from splitroll.config.schema import Config
+from splitroll.config.schema import Config, Connector, Disaggregation
+from splitroll.config.topology import topology_problems
 from splitroll.errors import ConfigError, Problem
 from splitroll.model import ModelFacts
+from splitroll.types import Role
 
+_SIZES = "set it in disaggregation.prefill, .decode or .mixed, or in colocated"
 _OWNED = {
     "model": "set the top-level `model`",
     "tokenizer": "the model's own tokenizer is used",
-    "tensor_parallel_size": "set it in disaggregation.prefill, disaggregation.decode or colocated",
+    "tensor_parallel_size": _SIZES,
+    "pipeline_parallel_size": _SIZES,
+    "data_parallel_size": _SIZES,
+    "enable_expert_parallel": "set expert_parallel in the same section",
     "kv_transfer_config": "set disaggregation.transfer_backend",
     "logprobs_mode": "samples carry log-probabilities of the distribution sampled from",
     "generation_config": "sampling parameters come with each call, never from the model's files",
@@ -33,8 +44,6 @@ _OWNED = {
 """Engine arguments that splitroll sets itself, with what to do instead."""
 
 _UNSUPPORTED = {
-    "pipeline_parallel_size": 1,
-    "data_parallel_size": 1,
     "prefill_context_parallel_size": 1,
     "decode_context_parallel_size": 1,
     "speculative_config": None,
@@ -44,9 +53,6 @@ _UNSUPPORTED = {
 
 _SHORTEST_MODEL_LEN = 16
 """The start-up proof needs a prompt and a few tokens."""
-
-_MUST_MATCH = ("block_size", "dtype", "kv_cache_dtype", "hf_overrides", "quantization", "revision")
-"""Engine arguments that make KV of one engine meaningless to the other when they differ."""
 
 
 def check_config(config: Config, facts: ModelFacts) -> None:
@@ -58,8 +64,10 @@ def check_config(config: Config, facts: ModelFacts) -> None:
     problems = [
         *_engine_argument_problems(config),
         *_lease_problems(config),
-        *_parallel_problems(config, facts),
-        *_match_problems(config),
+        *_backend_problems(config),
+        *_network_problems(config),
+        *_replica_problems(config),
+        *topology_problems(config, facts),
         *_length_problems(config, facts),
         *_group_problems(config),
         *_weight_problems(config),
@@ -70,29 +78,17 @@ def check_config(config: Config, facts: ModelFacts) -> None:
         raise ConfigError(problems)
 
 
-def role_arguments(config: Config) -> dict[str, Mapping[str, Any]]:
-    """Return the merged engine arguments of each role's section, by the section's path."""
-    return {path: {**config.engine, **section.engine} for path, section in _role_sections(config)}
-
-
 def max_model_len(config: Config, facts: ModelFacts) -> int:
     """Return the longest sequence, in tokens, that every engine of the fleet can hold."""
-    lengths = [arguments.get("max_model_len") for arguments in role_arguments(config).values()]
-    return min(length if length is not None else facts.max_model_len for length in lengths)
-
-
-def _role_sections(config: Config) -> Iterator[tuple[str, Any]]:
-    if config.disaggregation.enabled:
-        yield "disaggregation.prefill", config.disaggregation.prefill
-        yield "disaggregation.decode", config.disaggregation.decode
-    else:
-        yield "colocated", config.colocated
+    lengths = [pool.arguments(config).get("max_model_len") for pool in pools(config)]
+    known = (length if length is not None else facts.max_model_len for length in lengths)
+    return min(known, default=facts.max_model_len)
 
 
 def _engine_argument_problems(config: Config) -> Iterator[Problem]:
     known = vllm_engine_arguments()
     sections = [("engine", config.engine)]
-    sections += [(f"{path}.engine", section.engine) for path, section in _role_sections(config)]
+    sections += [(f"{pool.path}.engine", pool.section.engine) for pool in pools(config)]
     for path, arguments in sections:
         for name, value in arguments.items():
             where = f"{path}.{name}"
@@ -116,13 +112,109 @@ def _lease_problems(config: Config) -> Iterator[Problem]:
             f"more than handoff_timeout_s, which is {section.handoff_timeout_s:g}",
             "raise kv_lease_s: KV must outlive the handoff that pulls it",
         )
-    if section.enabled and section.transfer_backend == "mooncake":
-        yield Problem(
-            "disaggregation.transfer_backend",
-            "'mooncake'",
-            "'nixl'",
-            "the Mooncake backend is not available in this version; use nixl",
-        )
+
+
+def _backend_problems(config: Config) -> Iterator[Problem]:
+    section = config.disaggregation
+    if not section.enabled:
+        return
+    yield from _connector_problems(section)
+    if section.transfer_backend == "mooncake" and (missing := _mooncake_lacks()) is not None:
+        found, hint = missing
+        allowed = "'nixl', or 'mooncake' with its transfer engine"
+        yield Problem("disaggregation.transfer_backend", f"'mooncake' {found}", allowed, hint)
+
+
+def _connector_problems(section: Disaggregation) -> Iterator[Problem]:
+    where, name = "disaggregation.connector.name", section.connector.name
+    asked = section.transfer_backend == "connector"
+    if not asked:
+        if section.connector != Connector():
+            hint = "leave the section out, or set transfer_backend: connector"
+            allowed = f"nothing, with transfer_backend: {section.transfer_backend}"
+            yield Problem("disaggregation.connector", repr(name), allowed, hint)
+        return
+    known = vllm_connectors()
+    own = {"NixlConnector": "nixl", "NixlPullConnector": "nixl", "MooncakeConnector": "mooncake"}
+    if name is None:
+        hint = "name one, for instance MultiConnector"
+        yield Problem(where, "null", "a connector of vLLM's", hint)
+    elif name in own:
+        hint = f"set transfer_backend: {own[name]}"
+        yield Problem(where, repr(name), "another connector than our own backends'", hint)
+    elif (path := section.connector.module_path) is not None:
+        if not _is_module(path):
+            hint = "install it, or correct the path"
+            where = "disaggregation.connector.module_path"
+            yield Problem(where, repr(path), "a module that can be imported", hint)
+    elif known and name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else "set module_path too, or choose one of these"
+        yield Problem(where, repr(name), ", ".join(sorted(known)), hint)
+    yield from _children_problems(name, section.connector.arguments)
+
+
+def _children_problems(name: str | None, arguments: Mapping[str, Any]) -> Iterator[Problem]:
+    where = "disaggregation.connector.arguments.connectors"
+    children = arguments.get("connectors")
+    if children is None and name != "MultiConnector":
+        return
+    if not isinstance(children, Sequence) or isinstance(children, str) or not children:
+        hint = "name NixlConnector first, and what is to be beside it"
+        yield Problem(where, repr(children), "a list of {kv_connector: NAME, ...}", hint)
+        return
+    for index, child in enumerate(children):
+        own = child.get("kv_connector_extra_config", {}) if isinstance(child, Mapping) else None
+        if not isinstance(own, Mapping) or not isinstance(child.get("kv_connector"), str):
+            allowed = "{kv_connector: NAME, kv_connector_extra_config: {...}}"
+            yield Problem(f"{where}.{index}", repr(child), allowed, "write it so")
+
+
+def _is_module(path: str) -> bool:
+    try:
+        return importlib.util.find_spec(path) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+@functools.cache
+def vllm_connectors() -> frozenset[str]:
+    """Return the names of vLLM's KV connectors, read from its source without importing it; empty
+    where vLLM is not installed."""
+    path = "distributed/kv_transfer/kv_connector/factory.py"
+    return first_arguments("vllm", path, "register_connector")
+
+
+@functools.cache
+def _mooncake_lacks() -> tuple[str, str] | None:
+    """Return what Mooncake lacks on this machine, and what to do; None if nothing."""
+    if importlib.util.find_spec("mooncake") is None:
+        return "without its package", "pip install splitroll[mooncake]"
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return "without libibverbs, which it links", "apt-get install libibverbs1"
+    return None
+
+
+def _network_problems(config: Config) -> Iterator[Problem]:
+    network, cluster = config.network, config.ray.address
+    if cluster not in (None, "auto") and re.fullmatch(r"[^/\s]+:\d{1,5}", cluster or "") is None:
+        hint = "name its head node's port, which `ray start --head` tells; not that of Ray's client"
+        allowed = "null, auto, or HOST:PORT of a Ray cluster that runs"
+        yield Problem("ray.address", repr(cluster), allowed, hint)
+    if network.subnet is not None:
+        try:
+            ipaddress.ip_network(network.subnet)
+        except ValueError as exc:
+            allowed = 'a subnet, such as "10.0.0.0/8"'
+            yield Problem("network.subnet", f"{network.subnet!r} ({exc})", allowed, "write one")
+    for node, address in network.addresses.items():
+        try:
+            ipaddress.ip_address(address)
+        except ValueError:
+            where = f"network.addresses.{node}"
+            yield Problem(where, repr(address), "an IP address", "write one, without a port")
 
 
 def _weight_problems(config: Config) -> Iterator[Problem]:
@@ -151,49 +243,26 @@ def _weight_problems(config: Config) -> Iterator[Problem]:
             )
 
 
-def _parallel_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
-    for path, section in _role_sections(config):
-        size = section.tensor_parallel_size
-        heads, kv_heads = facts.num_attention_heads, facts.num_kv_heads
-        kv_fits = kv_heads % size == 0 or size % kv_heads == 0
-        if heads % size == 0 and kv_fits:
-            continue
-        works = [n for n in range(1, heads + 1) if heads % n == 0 and kv_heads % n == 0]
-        yield Problem(
-            f"{path}.tensor_parallel_size",
-            str(size),
-            f"a divisor of {heads} attention heads and {kv_heads} KV heads: "
-            + ", ".join(map(str, works)),
-            f"choose one of these for {facts.name}",
-        )
-    sizes = [section.tensor_parallel_size for _, section in _role_sections(config)]
-    if max(sizes) % min(sizes):
-        yield Problem(
-            "disaggregation.{prefill,decode}.tensor_parallel_size",
-            " and ".join(map(str, sizes)),
-            "sizes of which one divides the other",
-            "KV is moved between whole numbers of ranks: change one of them",
-        )
-
-
-def _match_problems(config: Config) -> Iterator[Problem]:
-    if not config.disaggregation.enabled:
+def _replica_problems(config: Config) -> Iterator[Problem]:
+    section = config.disaggregation
+    if not section.enabled:
         return
-    (_, prefill), (_, decode) = role_arguments(config).items()
-    for name in _MUST_MATCH:
-        if prefill.get(name) != decode.get(name):
-            yield Problem(
-                f"disaggregation.{{prefill,decode}}.engine.{name}",
-                f"{prefill.get(name, 'the default')} for prefill and "
-                f"{decode.get(name, 'the default')} for decode",
-                "the same value for both roles",
-                "set it once, in the common `engine` section: KV is moved between the roles as is",
-            )
+    for role in ("prefill", "decode"):
+        shapes, number = getattr(section, role), getattr(section, f"{role}_replicas")
+        if not isinstance(shapes, list):
+            continue
+        if number is not None:
+            hint = "leave it out: every group of the list has its own `replicas`"
+            allowed = f"null, with a list in disaggregation.{role}"
+            yield Problem(f"disaggregation.{role}_replicas", str(number), allowed, hint)
+        if not shapes:
+            hint = "name a group, or set disaggregation.enabled to false for engines that do both"
+            yield Problem(f"disaggregation.{role}", "[]", "at least one group", hint)
 
 
 def _length_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
     sections = {"": config.engine}
-    sections |= {f"{path}.": section.engine for path, section in _role_sections(config)}
+    sections |= {f"{pool.path}.": pool.section.engine for pool in pools(config)}
     for path, arguments in sections.items():
         length = arguments.get("max_model_len")
         if length is None:
@@ -210,16 +279,12 @@ def _length_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
 
 
 def _group_problems(config: Config) -> Iterator[Problem]:
-    replicas = (
-        config.disaggregation.decode_replicas
-        if config.disaggregation.enabled
-        else config.colocated.replicas
-    )
-    if (config.dispatch.decode_engines_per_group or 1) > replicas:
+    decoding = replicas(config, Role.DECODE, Role.BOTH)
+    if (config.dispatch.decode_engines_per_group or 1) > decoding:
         yield Problem(
             "dispatch.decode_engines_per_group",
             str(config.dispatch.decode_engines_per_group),
-            f"1 to {replicas}, the number of engines that decode",
+            f"1 to {decoding}, the number of engines that decode",
             "lower it or start more engines",
         )
 

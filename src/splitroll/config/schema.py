@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from splitroll.model import DEFAULT_MODEL
 
@@ -19,6 +19,8 @@ Policy = Literal[
 ]
 """Policies of vllm-router that need nothing else."""
 
+MOST_REPLICAS = 10_000
+
 
 class Section(BaseModel):
     """A frozen section that knows all its keys and converts nothing."""
@@ -26,24 +28,85 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class Nodes(Section):
+    """Which nodes of the Ray cluster may have some engines; all if nothing is named."""
+
+    resource: str | None = None
+    """A resource that the node has any of, such as "H100"."""
+    labels: Mapping[str, str] = Field(default_factory=dict)
+    """Labels of the node, each with its value."""
+
+
 class RoleEngines(Section):
-    """The engines of one role."""
+    """Engines of one role and shape."""
 
     tensor_parallel_size: int = Field(1, ge=1)
-    """Devices over which each engine of the role shards the model."""
+    """Devices over which each engine shards every layer."""
+    pipeline_parallel_size: int = Field(1, ge=1)
+    """Stages, each with its own layers and devices."""
+    data_parallel_size: int = Field(1, ge=1)
+    """Ranks of one engine that each hold the whole model, or their share of a mixture of experts;
+    an engine takes the product of the three sizes."""
+    expert_parallel: bool = False
+    """Whether experts are spread over all ranks, whole, rather than each sharded."""
+    nodes: Nodes = Nodes()
     engine: Mapping[str, Any] = Field(default_factory=dict)
-    """vLLM engine arguments of this role; they win over the common `engine` section."""
+    """vLLM engine arguments of these; they win over the common `engine` section."""
+
+
+class EngineGroup(RoleEngines):
+    """One of several shapes that a role has."""
+
+    replicas: int = Field(1, ge=1, le=MOST_REPLICAS)
+
+
+_ONE, _SEVERAL = "<one shape>", "<several shapes>"
+SHAPE_TAGS = (_ONE, _SEVERAL)
+"""In the paths of pydantic's errors; nothing that a user wrote."""
+
+Shapes = Annotated[
+    Annotated[RoleEngines, Tag(_ONE)] | Annotated[list[EngineGroup], Tag(_SEVERAL)],
+    Discriminator(lambda found: _SEVERAL if isinstance(found, list) else _ONE),
+]
+"""The engines of a role: all alike, or a list of groups."""
+
+
+class Mooncake(Section):
+    """Of the Mooncake connector."""
+
+    protocol: Literal["auto", "tcp", "rdma", "nvlink", "local"] = "auto"
+    """auto: rdma between GPUs, tcp on CPU."""
+    device: str | None = None
+    """RDMA devices, separated by commas; null: all."""
+    timeout_s: float = Field(30.0, gt=0)
+    """Of its bootstrap server's answers."""
+
+
+class Connector(Section):
+    """Any other KV connector that vLLM ships, with `transfer_backend: connector`."""
+
+    name: str | None = None
+    """As vLLM registers it, for instance MultiConnector."""
+    arguments: Mapping[str, Any] = Field(default_factory=dict)
+    """Its `kv_connector_extra_config`."""
+    module_path: str | None = None
+    """Where it is imported from, if vLLM does not know its name."""
 
 
 class Disaggregation(Section):
     """Prefill and decode on separate engines."""
 
     enabled: bool = True
-    prefill_replicas: int = Field(1, ge=1)
-    decode_replicas: int = Field(2, ge=1)
-    transfer_backend: Literal["nixl", "mooncake"] = "nixl"
-    prefill: RoleEngines = RoleEngines()
-    decode: RoleEngines = RoleEngines()
+    prefill_replicas: int | None = Field(None, ge=1, le=MOST_REPLICAS)
+    decode_replicas: int | None = Field(None, ge=1, le=MOST_REPLICAS)
+    """Null: one prefill and two decode engines; of a role with a list, what that says."""
+    transfer_backend: Literal["nixl", "mooncake", "connector"] = "nixl"
+    mooncake: Mooncake = Mooncake()
+    connector: Connector = Connector()
+    prefill: Shapes = RoleEngines()
+    decode: Shapes = RoleEngines()
+    mixed: list[EngineGroup] = Field(default_factory=list)
+    """Engines of both roles, beside these."""
     kv_lease_s: int = Field(120, ge=2)
     """How long a prefill engine holds the KV of a handle that nobody pulls; whole seconds."""
     handoff_timeout_s: float = Field(60.0, gt=0)
@@ -54,7 +117,7 @@ class Disaggregation(Section):
 class Colocated(RoleEngines):
     """The fleet when `disaggregation.enabled` is false: every engine does both."""
 
-    replicas: int = Field(2, ge=1)
+    replicas: int = Field(2, ge=1, le=MOST_REPLICAS)
 
 
 class Dispatch(Section):
@@ -157,8 +220,20 @@ class Devices(Section):
     """"auto" takes GPUs where the cluster has any, else CPU cores."""
     cores_per_engine: int = Field(1, ge=1)
     """CPU only: threads and cores of each tensor-parallel rank."""
+    placement: Literal["pack", "spread"] = "pack"
+    """pack: fill one node after the other. spread: each engine where most is free."""
     share_cores: bool = True
     """CPU only: let engines share cores when there are fewer cores than they ask for."""
+
+
+class Network(Section):
+    """By which of their addresses engines on several nodes reach each other."""
+
+    subnet: str | None = None
+    """Such as "10.0.0.0/8" or "fd00::/8": each node's address in it. Null: what Ray knows the node
+    by."""
+    addresses: Mapping[str, str] = Field(default_factory=dict)
+    """Of single nodes, by the address that Ray knows them by."""
 
 
 class Limits(Section):
@@ -230,6 +305,7 @@ class Config(Section):
     weights: Weights = Weights()
     ray: Ray = Ray()
     devices: Devices = Devices()
+    network: Network = Network()
     limits: Limits = Limits()
     serve: Serve = Serve()
     train: Train = Train()

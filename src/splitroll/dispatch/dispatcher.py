@@ -249,7 +249,8 @@ class Dispatcher:
     async def _try(
         self, attempt: Callable[[Progress], Awaitable[None]], progress: Progress
     ) -> None:
-        """Make an attempt, and make it again when a weight update interrupted it."""
+        """Make an attempt, and make it again when a weight update interrupted it, or the engine
+        that was chosen left before its turn came."""
         while True:
             progress.interrupted = False
             await self.barrier.let_in()
@@ -338,7 +339,7 @@ class Dispatcher:
             return
         prefill = self._engine(part.prefill)
         if prefill is None:
-            progress.causes.append("no prefill engine is up")
+            progress.interrupted = True
             return
         with self.barrier.crossing(progress) as crossing:
             try:
@@ -397,6 +398,7 @@ class Dispatcher:
             SamplingParams(max_tokens=1),
             seed=0,
             cache_salt=progress.work.cache_salt,
+            session=_session(progress.work),
         )
         version = self._fleet.weight_version
         result = await self._handoff.decode(engine, handle, [request], weight_version=version)
@@ -488,11 +490,12 @@ class Dispatcher:
         *,
         local: bool,
     ) -> Part | None:
-        """Return where a sample goes on; where it is, if samples do not move."""
+        """Return where a sample goes on; where it is, if samples do not move and it serves."""
         numbers = self.allocator.books.number
         if at is not None and not self._moves:
             engine = numbers(at.engine.info.name)
-            return Part(engine, engine, 1)
+            if self._engine(engine) is not None:
+                return Part(engine, engine, 1)
         route = self.allocator.decide(
             piece,
             self._clock(),
@@ -537,8 +540,10 @@ class Dispatcher:
         budget = self._kv_budget(engine)
         await budget.acquire(blocks)
         try:
-            salt = progress.work.cache_salt
-            handle = await self._handoff.prefill(engine, self._new_id(), token_ids, salt)
+            work = progress.work
+            handle = await self._handoff.prefill(
+                engine, self._new_id(), token_ids, work.cache_salt, _session(work)
+            )
         except BaseException as exc:
             budget.release(blocks)
             if not isinstance(exc, SplitrollError):
@@ -553,7 +558,7 @@ class Dispatcher:
         """Run the decode leg of some samples, and go on with those that end at a segment's end."""
         engine = self._engine(places.engine)
         if engine is None:
-            progress.causes.append("no decode engine is up")
+            progress.interrupted = True
             return
         number, name, piece = places.engine, engine.info.name, places.piece
         self._finish_dropped(places, progress)
@@ -704,7 +709,7 @@ class Dispatcher:
             cache_salt=work.cache_salt,
             native=work.native,
             stream=work.stream,
-            session=work.episode_id or work.prompt.id,
+            session=_session(work),
             top_logprobs=0 if work.logprobs else None,
             text=work.text,
         )
@@ -769,6 +774,11 @@ class Dispatcher:
         size = min(sizes, default=1)
         own_tokens = len(work.prompt.token_ids) % size + work.sampling.max_tokens
         return len(work.prompt.token_ids) // size + work.n * math.ceil(own_tokens / size)
+
+
+def _session(work: GroupWork) -> str:
+    """Return what requests that share KV have in common, and no others."""
+    return work.episode_id or f"{work.prompt.id}-{hash(work.prompt.token_ids):x}"
 
 
 def _naming(prompt: Prompt, refused: InvalidRequest) -> InvalidRequest:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from splitroll.config.pools import pool_of, pools
 from splitroll.config.schema import Config
 from splitroll.engines.process import ENGINE_ENV, WEIGHT_TRANSFER
 from splitroll.model import ModelFacts
@@ -34,6 +35,8 @@ _CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
+_OF_A_NODE = ("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST")
+
 
 @dataclass(frozen=True, slots=True)
 class KvTransfer:
@@ -49,7 +52,8 @@ class EngineArguments:
 
     Attributes:
         vllm: keyword arguments of vLLM's AsyncEngineArgs; `kv_transfer_config` as a mapping.
-        env: environment variables of the actor and of all its processes.
+        env: environment variables of the actor and of all its processes, on all its nodes.
+        own_env: those of the actor and its processes on the same node only.
         cores: CPU cores to stay on; empty leaves the choice to the system.
     """
 
@@ -58,6 +62,7 @@ class EngineArguments:
     vllm: Mapping[str, Any]
     env: Mapping[str, str]
     cores: tuple[int, ...]
+    own_env: Mapping[str, str] = field(default_factory=dict)
 
 
 def engine_arguments(
@@ -69,48 +74,48 @@ def engine_arguments(
     """Return how to start the engine of a spec; `transfer` is None in a colocated fleet."""
     on_cpu = not spec.gpus
     vllm: dict[str, Any] = {**_COMMON, **(_CPU if on_cpu else {})}
-    if on_cpu:
-        # With one worker, the worker lives in EngineCore: the default executor's processes spin.
-        vllm["distributed_executor_backend"] = "uni" if spec.tensor_parallel_size == 1 else "mp"
-    vllm.update(config.engine)
-    vllm.update(_role_section(config, spec.role))
+    vllm["distributed_executor_backend"] = _executor(spec)
+    pool = pool_of(config, spec.pool)
+    vllm.update(pool.arguments(config))
     native = config.weights.transport in ("nccl", "ipc")
     vllm.update(
         model=facts.path,
         tensor_parallel_size=spec.tensor_parallel_size,
         weight_transfer_config={"backend": config.weights.transport if native else WEIGHT_TRANSFER},
     )
+    if spec.pipeline_parallel_size > 1:
+        vllm["pipeline_parallel_size"] = spec.pipeline_parallel_size
+    if spec.data_parallel_size > 1:
+        vllm["data_parallel_size"] = spec.data_parallel_size
+    if pool.section.expert_parallel:
+        vllm["enable_expert_parallel"] = True
     if transfer is not None:
         vllm["kv_transfer_config"] = transfer.config
-    return EngineArguments(
-        name=spec.name,
-        role=spec.role,
-        vllm=vllm,
-        env=_environment(spec, transfer, on_cpu) | _compile_environment(vllm),
-        cores=spec.cores,
-    )
+    env = _environment(spec, transfer, on_cpu) | _compile_environment(vllm)
+    # vLLM hands the actor's environment to its ranks on other nodes, which have other addresses.
+    own = {name: env.pop(name) for name in _OF_A_NODE if name in env} if spec.shares else {}
+    return EngineArguments(spec.name, spec.role, vllm, env, spec.cores, own)
 
 
 def front_end_arguments(config: Config, facts: ModelFacts, *, on_cpu: bool) -> EngineArguments:
     """Return how to set up vLLM's front end, which computes nothing, over the decode engines."""
-    role = Role.DECODE if config.disaggregation.enabled else Role.BOTH
-    vllm = {**_COMMON, **(_CPU if on_cpu else {}), **config.engine, **_role_section(config, role)}
+    pool = next(pool for pool in pools(config) if pool.role is not Role.PREFILL)
+    vllm = {**_COMMON, **(_CPU if on_cpu else {}), **pool.arguments(config)}
     env = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    return EngineArguments("front", role, {**vllm, "model": facts.path}, env, ())
+    return EngineArguments("front", pool.role, {**vllm, "model": facts.path}, env, ())
 
 
-def _role_section(config: Config, role: Role) -> Mapping[str, Any]:
-    match role:
-        case Role.PREFILL:
-            return config.disaggregation.prefill.engine
-        case Role.DECODE:
-            return config.disaggregation.decode.engine
-        case Role.BOTH:
-            return config.colocated.engine
+def _executor(spec: EngineSpec) -> str:
+    """Return what runs an engine's ranks. Always named: vLLM takes "ray" where it finds itself in a
+    placement group, which its CPU platform does not know."""
+    if spec.shares:
+        return "ray"
+    # With one worker, the worker lives in EngineCore: other executors' processes spin on CPU.
+    return "uni" if spec.world_size == 1 else "mp"
 
 
 def _compile_environment(vllm: Mapping[str, Any]) -> dict[str, str]:
@@ -129,12 +134,9 @@ def _environment(spec: EngineSpec, transfer: KvTransfer | None, on_cpu: bool) ->
     }
     if on_cpu:
         env.update(_CPU_ENV)
-        if spec.tensor_parallel_size == 1:
+        if spec.world_size == 1:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    else:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpus)
-        # Exact devices come from the placement; Ray must not overwrite them.
-        env["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+    # On GPUs Ray sets CUDA_VISIBLE_DEVICES to what it has granted the engine's placement group.
     if transfer is not None:
         env.update(transfer.env)
     return env

@@ -1,9 +1,10 @@
 """What must be changed inside vLLM's own processes, applied as a vLLM general plugin.
 
 vLLM imports this in the actor, in EngineCore and in every worker. It acts only in the child
-processes of a splitroll engine (`SPLITROLL_ENGINE` is set by the actor's environment), and is the
-only module that touches vLLM's, NIXL's and zmq's internals. Each change says why it is there; all
-were seen with vllm 0.32.0 and nixl 1.5.1, and each can go once upstream offers the setting.
+processes of a splitroll engine (`SPLITROLL_ENGINE` is set by the actor's environment). It and
+`mooncake_process` are the only modules that touch vLLM's, NIXL's and zmq's internals. Each change
+says why it is there; all were seen with vllm 0.32.0 and nixl 1.5.1, and each can go once upstream
+offers the setting.
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ import socket
 import time
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from splitroll.engines import mooncake_process
 
 ENGINE_ENV = "SPLITROLL_ENGINE"
 """Set to the engine's name in all processes of an engine of ours."""
+
+ACTOR_ENV = "SPLITROLL_ACTOR"
+"""Set to its own process id in an engine's actor, whose children the others are."""
 
 WEIGHT_TRANSFER = "splitroll"
 """Name of our weight-transfer engine in vLLM's registry."""
@@ -41,15 +48,19 @@ _installed = False
 def install() -> None:
     """Apply all changes, once, in a child process of a splitroll engine."""
     global _installed
-    if _installed or ENGINE_ENV not in os.environ or multiprocessing.parent_process() is None:
+    is_actor = os.environ.get(ACTOR_ENV) == str(os.getpid())
+    if _installed or ENGINE_ENV not in os.environ or is_actor:
         return
     _installed = True
-    _die_with_parent()
-    _exit_directly()
+    if (parent := multiprocessing.parent_process()) is not None:  # else Ray looks after it
+        _die_with(parent.pid)
+        _exit_directly()
     _add_utilities()
     _offer_weight_transfer()
     _hold_side_channel_port()
     _hand_out_cuts_only()
+    if mooncake_process.BOOTSTRAP_PORT in os.environ:
+        mooncake_process.cure()
 
     from vllm.platforms import current_platform
 
@@ -57,11 +68,12 @@ def install() -> None:
         _calm_progress_thread()
         _keep_affinity(current_platform)
         _keep_seeds_over_chunks()
+        _make_stage_inputs()
+        _leave_no_shared_memory()
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int | None) -> None:
     """EngineCore outlives a parent that dies hard, and keeps its ports and memory."""
-    parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -90,6 +102,11 @@ def _add_utilities() -> None:
             for group in cache.kv_cache_groups
         )
         ranks = core.vllm_config.parallel_config.tensor_parallel_size
+        stages = core.vllm_config.parallel_config.pipeline_parallel_size
+        if stages > 1:  # the scheduler's own description is that of the first stage
+            here = sum(len(group.layer_names) for group in cache.kv_cache_groups)
+            layers = core.vllm_config.model_config.get_total_num_hidden_layers()
+            rank_bytes = rank_bytes * layers // here
         kv_dtype = str(getattr(spec, "dtype", "")).removeprefix("torch.")
         children = (child.pid for child in multiprocessing.active_children())
         pids = [os.getpid(), *(pid for pid in children if pid is not None)]
@@ -304,6 +321,39 @@ def _keep_affinity(platform: Any) -> None:
     """vLLM's NIXL worker pins itself to the last core of each NUMA node, so that all engines of a
     host share one core; our placement decides instead."""
     type(platform).discover_numa_topology = classmethod(lambda cls: [])
+
+
+def _make_stage_inputs() -> None:
+    """A pipeline stage copies its input into a buffer that the first warm-up makes, of which there
+    is none on CPU without compilation; then its first step ends the engine."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    original = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def sync_and_gather_intermediate_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return original(self, *args, **kwargs)
+
+    GPUModelRunner.sync_and_gather_intermediate_tensors = sync_and_gather_intermediate_tensors
+
+
+def _leave_no_shared_memory() -> None:
+    """Ranks on CPU exchange tensors in shared memory of 4 MB each, which nobody removes. Once all
+    have it open, its name is of no more use."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    original = _CPUSHMDistributed._init_cpu_shm
+
+    def init_cpu_shm(self: Any) -> int:
+        handle: int = original(self)  # ends with a barrier
+        name = f"{self.group_name}_{self.communicator.rank}"
+        Path("/dev/shm", name).unlink(missing_ok=True)
+        return handle
+
+    _CPUSHMDistributed._init_cpu_shm = init_cpu_shm
 
 
 def _keep_seeds_over_chunks() -> None:

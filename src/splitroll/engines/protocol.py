@@ -37,12 +37,16 @@ class PrefillRequest:
     Attributes:
         kv: the connector's parameters that ask for a handle.
         cache_salt: separates prefix caches; None shares the common one.
+        session: what shares KV with it has the same, also as decode request.
+        data_rank: which data-parallel rank is to take it; None lets the engine choose.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     kv: KvParams
     cache_salt: str | None = None
+    session: str | None = None
+    data_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class DecodeRequest:
             and what is left at the end; 0 yields none.
         session: the same of samples that have a prefix in common: of a group, or an episode.
         text: whether anybody wants the tokens' text; else it may be empty.
+        data_rank: as in `PrefillRequest`.
     """
 
     request_id: str
@@ -91,6 +96,7 @@ class DecodeRequest:
     stream: int = 0
     session: str = ""
     text: bool = True
+    data_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +218,8 @@ class EngineInfo:
     log_path: str
     start_s: Mapping[str, float] = field(default_factory=dict)
     world_size: int = 1
+    data_ranks: int = 1
+    """Ranks with a KV cache each; all figures above are of all of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from splitroll.engines.arguments import EngineArguments
+from splitroll.engines.process import ACTOR_ENV
 from splitroll.engines.protocol import (
     DecodeEvent,
     DecodeRequest,
@@ -29,15 +29,13 @@ from splitroll.engines.protocol import (
     StepStats,
     TransferStep,
 )
+from splitroll.engines.ray_place import Place
 from splitroll.errors import EngineDied, EngineStartError, LegError, SplitrollError
 from splitroll.placement import EngineSpec
 from splitroll.weights.offer import LoadedWeights, WeightOffer
 
 T = TypeVar("T")
 
-NAMESPACE = "splitroll"
-_MAX_CONCURRENCY = 10_000
-"""Calls that an actor runs at once; the dispatcher bounds them long before this."""
 _CLOSE_TIMEOUT_S = 10.0
 _TICKS = 3
 """Turns of the loop that an event waits for others of its step."""
@@ -65,6 +63,7 @@ class EngineActor:
         from splitroll.engines.vllm import VllmEngine
 
         self._engine = VllmEngine(self._arguments, self._log_path)
+        os.environ.update(self._arguments.own_env, **{ACTOR_ENV: str(os.getpid())})
         own = os.sched_getaffinity(0)
         try:
             # What computes stays on the engine's cores; what only passes on may be elsewhere.
@@ -168,9 +167,10 @@ class EngineActor:
 class RayEngine(Engine):
     """The driver's side of an engine in a Ray actor."""
 
-    def __init__(self, name: str, actor: Any) -> None:
+    def __init__(self, name: str, actor: Any, place: Place) -> None:
         self._name = name
         self._actor = actor
+        self._place = place
         self._info: EngineInfo | None = None
         self._unsent: list[DecodeRequest] = []
         self._sending: set[asyncio.Task[None]] = set()
@@ -180,20 +180,24 @@ class RayEngine(Engine):
 
     @classmethod
     async def launch(
-        cls, spec: EngineSpec, actor_name: str, arguments: EngineArguments, log_path: Path
+        cls, spec: EngineSpec, place: Place, arguments: EngineArguments, log_path: Path
     ) -> RayEngine:
-        """Start an engine on its node and devices.
+        """Start an engine in its place, which is released with it.
 
         Cancelling this ends the actor. The caller bounds the time.
 
         Raises:
             EngineStartError: with the engine's own error.
         """
-        options = actor_options(spec, actor_name, arguments)
-        actor = ray.remote(EngineActor).options(**options).remote(arguments, str(log_path))
-        engine = cls(spec.name, actor)
         try:
-            engine._info = await actor.start.remote()
+            actor_class = ray.remote(EngineActor).options(**place.options(arguments))
+            actor = actor_class.remote(arguments, str(log_path))
+        except BaseException:
+            place.release()
+            raise
+        engine = cls(spec.name, actor, place)
+        try:
+            engine._info = await engine._actor.start.remote()
         except RayTaskError as exc:
             engine._kill()
             if isinstance(exc.cause, EngineStartError):
@@ -340,6 +344,7 @@ class RayEngine(Engine):
             return  # the cluster is gone, and its actors with it; kill would start a new one
         with contextlib.suppress(RayError, ValueError):
             ray.kill(self._actor, no_restart=True)
+        self._place.release()
 
     async def _call(self, ref: Awaitable[T]) -> T:
         with self._errors():
@@ -360,20 +365,6 @@ class RayEngine(Engine):
             raise EngineDied(self._name, _first_line(exc)) from exc
         except RayError as exc:
             raise LegError(self._name, f"{type(exc).__name__}: {_first_line(exc)}") from exc
-
-
-def actor_options(spec: EngineSpec, actor_name: str, arguments: EngineArguments) -> dict[str, Any]:
-    """Return Ray's options that pin an engine's actor to its node and devices."""
-    return {
-        "name": actor_name,
-        "namespace": NAMESPACE,
-        "num_cpus": 0,
-        "num_gpus": len(spec.gpus),
-        "max_restarts": 0,
-        "max_concurrency": _MAX_CONCURRENCY,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(spec.node_id, soft=False),
-        "runtime_env": {"env_vars": dict(arguments.env)},
-    }
 
 
 def _keep_files_in(folder: Path) -> None:

@@ -13,13 +13,15 @@ import hashlib
 import math
 import os
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from splitroll.config.pools import Pool
+from splitroll.config.schema import Config
 from splitroll.engines.process import STEPS_KEPT
 from splitroll.engines.protocol import (
     Candidates,
@@ -44,9 +46,10 @@ from splitroll.errors import (
     InvalidRequest,
     KvLoadFailed,
     LegError,
+    NoPlace,
     Problem,
 )
-from splitroll.placement import EngineSpec
+from splitroll.placement import LOOPBACK, EngineSpec, Node, place_more
 from splitroll.types import Role, derive_seed, version_spans
 from splitroll.weights.offer import LoadedWeights, WeightOffer
 from splitroll.weights.segment import Segment
@@ -624,6 +627,8 @@ class SimulatedLauncher:
         engines: the present incarnation of each engine.
         launched: how many incarnations there were.
         lease_s, checkpoint: of engines launched from now on, as the configuration has them.
+        config: of the fleet.
+        gone: nodes that are no more; `homes`: those where there is room for their engines.
     """
 
     def __init__(self, latency: LatencyModel | None = None, **engine_arguments: Any) -> None:
@@ -632,6 +637,9 @@ class SimulatedLauncher:
         self.launched = 0
         self.lease_s = 30.0
         self.checkpoint: Path | None = None
+        self.config = Config()
+        self.gone: set[str] = set()
+        self.homes: list[str] = []
         self._fabric = Fabric()
         self._latency = latency
         self._engine_arguments = engine_arguments
@@ -652,6 +660,19 @@ class SimulatedLauncher:
         await engine.start()
         self.engines[spec.name] = engine
         return engine
+
+    async def relocate(self, spec: EngineSpec, others: Sequence[EngineSpec]) -> EngineSpec:
+        if spec.node_id not in self.gone:
+            return spec
+        if not self.homes:
+            raise NoPlace(spec.name, "its node is gone, and no other has room")
+        return replace(spec, node_id=self.homes[0])
+
+    async def place_more(
+        self, pool: Pool, count: int, present: Sequence[EngineSpec], taken: Iterable[str]
+    ) -> tuple[EngineSpec, ...]:
+        node = Node("node", LOOPBACK, (), tuple(range(64)))
+        return place_more(self.config, [node], present, pool, count, on_gpu=False, taken=taken)
 
 
 def _digest(checksums: Mapping[str, str]) -> str:

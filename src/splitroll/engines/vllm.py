@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,6 +31,8 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from splitroll.engines.arguments import EngineArguments
+from splitroll.engines.data_ranks import DataRanks
+from splitroll.engines.mooncake_process import BOOTSTRAP_PORT
 from splitroll.engines.process import WEIGHT_TRANSFER
 from splitroll.engines.protocol import (
     Candidates,
@@ -56,7 +58,9 @@ from splitroll.errors import (
     LegError,
     Problem,
 )
+from splitroll.handoff.mooncake import own_handle
 from splitroll.model import checkpoint_folder
+from splitroll.ports import held_ports
 from splitroll.types import SamplingParams, VersionSpan
 from splitroll.weights.offer import LoadedWeights, NativeOffer, WeightOffer
 
@@ -80,6 +84,8 @@ class VllmEngine:
         self._counters = EngineCounters()
         self._weight_version = 0
         self._rendezvous = ""
+        self._bootstrap: str | None = None
+        self._ranks = DataRanks(arguments.vllm.get("data_parallel_size", 1))
         self._aborted: OrderedDict[str, None] = OrderedDict()
         self._prefilling: set[str] = set()
 
@@ -94,9 +100,10 @@ class VllmEngine:
         if (transfer := arguments.get("kv_transfer_config")) is not None:
             arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
         try:
-            self._llm = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**arguments), stat_loggers=[self._make_logger]
-            )
+            with self._bootstrap_port():
+                self._llm = AsyncLLM.from_engine_args(
+                    AsyncEngineArgs(**arguments), stat_loggers=[self._make_logger]
+                )
             loaded = time.monotonic()
             await self._warm_up()
         except Exception as exc:  # whatever vLLM raises here is the engine's own error
@@ -122,9 +129,10 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={"kv_transfer_params": dict(request.kv)},
         )
+        rank = self._rank_for(request)
         self._prefilling.add(request.request_id)
         try:
-            outputs = [output async for output in self._generate(request, sampling)]
+            outputs = [output async for output in self._generate(request, sampling, rank)]
         finally:
             self._prefilling.discard(request.request_id)
         if not outputs or outputs[-1].outputs[0].finish_reason != "length":
@@ -132,7 +140,7 @@ class VllmEngine:
             raise LegError(self._arguments.name, f"prefill ended with {reason}")
         output = outputs[-1]
         return PrefillOutput(
-            kv=output.kv_transfer_params,
+            kv=output.kv_transfer_params or self._own_handle(request.kv, rank),
             elapsed_s=time.monotonic() - begun,
             computed_tokens=len(request.token_ids) - (output.num_cached_tokens or 0),
             weight_version=_version_spans(output.outputs[0], 1)[0].version,
@@ -143,12 +151,13 @@ class VllmEngine:
             sampling = _vllm_sampling(request)
         wants_logprobs = request.top_logprobs is not None
         wants_candidates = request.native is not None and wants_logprobs
+        rank = self._rank_for(request)
         stream = _Stream(request.stream, wants_candidates=wants_candidates)
         token_ids: list[int] = []
         logprobs: list[float] = []
         text: list[str] = []
         top: dict[int, float] = {}
-        async for output in self._generate(request, sampling):
+        async for output in self._generate(request, sampling, rank):
             piece = output.outputs[0]
             if piece.finish_reason == "error":
                 raise KvLoadFailed(self._arguments.name, "vLLM ended the request with an error")
@@ -181,7 +190,12 @@ class VllmEngine:
                     weight_versions=_version_spans(piece, len(token_ids)),
                     first_top_logprobs=top,
                     stop_reason=piece.stop_reason,
-                    kv=output.kv_transfer_params,
+                    kv=output.kv_transfer_params
+                    or (
+                        self._own_handle(request.kv, rank)
+                        if piece.finish_reason == "length"
+                        else None
+                    ),
                 )
                 return
         raise LegError(self._arguments.name, "the stream ended without a finish reason")
@@ -201,8 +215,7 @@ class VllmEngine:
         """Abort a prefill, unless it has just finished: vLLM's abort would then drop the output
         with the handle, and the blocks would stay pinned until their lease ends."""
         inner = list(self._llm.output_processor.external_req_ids.get(request_id, ()))
-        core = self._llm.engine_core
-        if await self._answer(core.call_utility_async("splitroll_abort", inner)):
+        if any(await self._ask("splitroll_abort", inner)):
             await self._llm.abort(request_id)
 
     async def release(self, request_id: str, kv: KvParams) -> None:
@@ -211,9 +224,8 @@ class VllmEngine:
 
     async def load(self) -> EngineLoad:
         with self._engine_errors():
-            core = self._llm.engine_core
-            found = await self._answer(core.call_utility_async("splitroll_load"))
-        running, waiting, held, pinned = found
+            found = await self._ask("splitroll_load")
+        running, waiting, held, pinned = map(sum, zip(*found, strict=True))
         return EngineLoad(running=running, waiting=waiting, held_blocks=held, pinned=pinned)
 
     async def health(self) -> None:
@@ -226,9 +238,14 @@ class VllmEngine:
 
     async def steps(self) -> Sequence[StepStats]:
         with self._engine_errors():
-            core = self._llm.engine_core
-            rows = await self._answer(core.call_utility_async("splitroll_steps"))
-        return [StepStats(*row) for row in rows]
+            found = await self._ask("splitroll_steps")
+        # Ranks step side by side: as of one engine, each stands for what all do meanwhile.
+        times = len(found)
+        return [
+            StepStats(seconds, *(times * count for count in counts))
+            for rows in found
+            for seconds, *counts in rows
+        ]
 
     async def metrics(self) -> str:
         return str(generate_latest(get_prometheus_registry()), "utf-8")
@@ -256,8 +273,7 @@ class VllmEngine:
                 return await self._answer(self._load_natively(offer.native))
             if self._arguments.vllm["weight_transfer_config"]["backend"] != WEIGHT_TRANSFER:
                 return await self._answer(self._reload(offer))
-            load = self._llm.collective_rpc("splitroll_load_weights", args=(offer.to_wire(),))
-            loaded = await self._answer(load)
+            loaded = await self._on_workers("splitroll_load_weights", (offer.to_wire(),))
         return LoadedWeights(
             seconds=max(seconds for seconds, _ in loaded),
             checksums=tuple(checksums for _, checksums in loaded),
@@ -314,24 +330,47 @@ class VllmEngine:
 
     async def call_workers(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         with self._worker_errors():
-            call = self._llm.collective_rpc(method, args=args, kwargs=kwargs)
-            return list(await self._answer(call))
+            return await self._on_workers(method, args, kwargs)
 
     async def close(self) -> None:
         if hasattr(self, "_llm"):
             await asyncio.to_thread(self._llm.shutdown)
 
+    def _rank_for(self, request: PrefillRequest | DecodeRequest) -> int | None:
+        if request.data_rank is not None:
+            return request.data_rank if self._info.data_ranks > 1 else None
+        return self._ranks.choose((request.cache_salt, request.session or request.token_ids))
+
     async def _generate(
-        self, request: PrefillRequest | DecodeRequest, sampling: VllmSamplingParams
+        self,
+        request: PrefillRequest | DecodeRequest,
+        sampling: VllmSamplingParams,
+        rank: int | None,
     ) -> AsyncGenerator[Any, None]:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
-        with self._engine_errors():
-            async for output in self._llm.generate(prompt, sampling, request.request_id):
+        with self._engine_errors(), self._ranks.running(rank):
+            generated = self._llm.generate(
+                prompt, sampling, request.request_id, data_parallel_rank=rank
+            )
+            async for output in generated:
                 if request.request_id in self._aborted and not output.finished:
                     await self._llm.abort(request.request_id)
                 yield output
+
+    async def _ask(self, utility: str, *args: Any) -> list[Any]:
+        """Return what the EngineCore of every data-parallel rank answers."""
+        call = self._llm.engine_core.call_utility_all_async(utility, *args)
+        return list(await self._answer(call))
+
+    async def _on_workers(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Return what every worker of every data-parallel rank answers; AsyncLLM returns those of
+        the first rank."""
+        answers = await self._ask("collective_rpc", method, None, tuple(args), dict(kwargs or {}))
+        return [answer for of_rank in answers for answer in of_rank]
 
     async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
         """Return EngineCore's answer to a call. vLLM lets calls wait for ever whose core died."""
@@ -367,6 +406,27 @@ class VllmEngine:
         except Exception as exc:  # a wall: see above
             raise LegError(self._arguments.name, _worker_error(exc)) from exc
 
+    @contextlib.contextmanager
+    def _bootstrap_port(self) -> Iterator[None]:
+        """Choose Mooncake's bootstrap port, if the connector is to have one, and hold it until the
+        worker has bound it; all workers read it from the environment."""
+        if os.environ.get(BOOTSTRAP_PORT) != "0":
+            yield
+            return
+        host = os.environ["VLLM_HOST_IP"]
+        with held_ports(1, host) as (port,):
+            os.environ[BOOTSTRAP_PORT] = str(port)
+            shown = f"[{host}]" if ":" in host else host
+            self._bootstrap = f"http://{shown}:{port}"
+            yield
+
+    def _own_handle(self, asked: KvParams | None, rank: int | None) -> KvParams | None:
+        """Return the handle to what a request left here, where the connector returns none."""
+        if asked is None or self._bootstrap is None:
+            return None
+        of_rank = "" if rank is None else f"_dp{rank}"  # vLLM names ranks so
+        return own_handle(asked, self._info.engine_id + of_rank, self._bootstrap)
+
     async def _warm_up(self) -> None:
         request = DecodeRequest(
             request_id=f"{self._arguments.name}-warm-up",
@@ -383,8 +443,10 @@ class VllmEngine:
     async def _describe(self, start_s: Mapping[str, float]) -> EngineInfo:
         config = self._llm.vllm_config
         cache, parallel = config.cache_config, config.parallel_config
-        info = await self._llm.engine_core.call_utility_async("splitroll_describe")
-        num_blocks, block_size, block_bytes, kv_dtype, pids = info
+        found = await self._ask("splitroll_describe")
+        _, block_size, block_bytes, kv_dtype, _ = found[0]
+        num_blocks = sum(one[0] for one in found)
+        pids = [pid for one in found for pid in one[4]]
         return EngineInfo(
             name=self._arguments.name,
             role=self._arguments.role,
@@ -393,13 +455,14 @@ class VllmEngine:
             num_blocks=num_blocks,
             block_size=block_size or cache.block_size,
             block_bytes=block_bytes,
-            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_num_seqs=config.scheduler_config.max_num_seqs * len(found),
             max_model_len=config.model_config.max_model_len,
             dtype=str(config.model_config.dtype).removeprefix("torch."),
             kv_dtype=kv_dtype,
             log_path=self._log_path,
             start_s=start_s,
             world_size=parallel.world_size * parallel.data_parallel_size,
+            data_ranks=len(found),
         )
 
     def _make_logger(self, vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
@@ -484,7 +547,15 @@ class _Counting(StatLoggerBase):  # type: ignore[misc]
 
 def _connector_counters(stats: Any) -> EngineCounters:
     data = stats.get("data", stats) if isinstance(stats, Mapping) else stats.data
-    failures = ("num_failed_transfers", "num_failed_notifications", "num_failed_handshakes")
+    parts = [part for part in data.values() if isinstance(part, Mapping) or hasattr(part, "data")]
+    if parts:  # of a chain of connectors
+        return sum(map(_connector_counters, parts), EngineCounters())
+    failures = (
+        "num_failed_transfers",
+        "num_failed_notifications",
+        "num_failed_handshakes",
+        "num_failed_recvs",
+    )
     return EngineCounters(
         kv_pulls=len(data.get("bytes_transferred", ())),
         kv_bytes=int(sum(data.get("bytes_transferred", ()))),

@@ -14,6 +14,7 @@ import contextlib
 import enum
 import logging
 import time
+from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     Awaitable,
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from splitroll.config.schema import Limits
+from splitroll.config.topology import KvRoles
 from splitroll.engines.protocol import Engine, EngineCounters
 from splitroll.errors import EngineDied, EngineStartError, ProofError, SplitrollError
 from splitroll.fleet.prove import PairProof
@@ -36,6 +38,8 @@ from splitroll.types import Role
 log = logging.getLogger(__name__)
 
 _COUNTERS_LAG_S = 0.1
+_PLACE_POLL_S = 5.0
+_NONE = KvRoles()
 _RESTART_PAUSE_S = 1.0
 """Before a second attempt to restart an engine; doubled for each further one."""
 
@@ -51,6 +55,15 @@ class Launcher(Protocol):
         """
         ...
 
+    async def relocate(self, spec: EngineSpec, others: Sequence[EngineSpec]) -> EngineSpec:
+        """Return where an engine is to be started again: where it was, or, when that node is gone,
+        on another one.
+
+        Raises:
+            NoPlace: there is no room for it now.
+        """
+        ...
+
 
 Prover = Callable[[Sequence[Engine], Sequence[Engine]], Awaitable[list[PairProof]]]
 """Proves every pair of the given prefill and decode engines; raises ProofError."""
@@ -60,6 +73,7 @@ class MemberState(enum.Enum):
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"
+    LEAVING = "leaving"
     FAILED = "failed"
 
 
@@ -70,7 +84,8 @@ class Member:
     spec: EngineSpec
     state: MemberState = MemberState.STARTING
     engine: Engine | None = None
-    generation: int = 0
+    is_leaving: bool = False
+    restarting: asyncio.Task[None] | None = None
     restarts: int = 0
     last_error: str | None = None
     seen: EngineCounters = field(default_factory=EngineCounters)
@@ -91,19 +106,26 @@ class Fleet:
         prove: Prover | None,
         limits: Limits,
         *,
-        elastic: bool = False,
+        kv_roles: KvRoles = _NONE,
     ) -> None:
         self.members = {spec.name: Member(spec) for spec in specs}
+        self.departed: dict[str, Member] = {}
+        """Members that left; their counters still count."""
         self.weight_version = 0
         """Of all engines that serve."""
         self.proofs: list[PairProof] = []
         self._launcher = launcher
         self._prove = prove
-        self._elastic = elastic
+        self._kv_roles = kv_roles
         self._limits = limits
+        self._generations: Counter[str] = Counter()
+        self._is_closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._joining = asyncio.Lock()
+        self._placing = asyncio.Lock()
+        self._still = asyncio.Event()
+        self._still.set()
         self._listeners: list[Callable[[], None]] = []
         self._update_weights: Callable[[Engine], Awaitable[None]] | None = None
         self._unwatched: set[str] = set()
@@ -118,18 +140,18 @@ class Fleet:
         make_prover: Callable[[Fleet], Prover] | None = None,
         on_state: Callable[[Fleet], None] = lambda fleet: None,
         *,
-        elastic: bool = False,
+        kv_roles: KvRoles = _NONE,
     ) -> AsyncGenerator[Fleet, None]:
         """Start all engines in parallel, prove all pairs, supervise; close all at the end.
 
         Args:
-            elastic: any engine may hand KV to any other, so that each ordered pair is one to prove.
+            kv_roles: which engines hand KV to which: each such pair is one to prove.
 
         Raises:
             EngineStartError: the first engine that did not come up; the others are ended.
             ProofError: a pair does not hand off KV.
         """
-        fleet = cls(specs, launcher, None, limits, elastic=elastic)
+        fleet = cls(specs, launcher, None, limits, kv_roles=kv_roles)
         if make_prover is not None:
             fleet._prove = make_prover(fleet)
         fleet.on_change(lambda: on_state(fleet))
@@ -138,6 +160,11 @@ class Fleet:
             yield fleet
         finally:
             await fleet._close()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether its end has begun."""
+        return self._is_closing
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call back whenever a member's state changes."""
@@ -173,6 +200,12 @@ class Fleet:
             and (not roles or member.spec.role in roles)
         ]
 
+    def working(self) -> list[Engine]:
+        """Return the engines that have, or may have, work: those that serve, and those that are to
+        leave."""
+        states = (MemberState.READY, MemberState.LEAVING)
+        return [m.engine for m in self.members.values() if m.engine and m.state in states]
+
     def up(self, *roles: Role) -> list[Engine]:
         """Return the engines that run, whether they serve or are yet to be proven."""
         return [
@@ -205,14 +238,14 @@ class Fleet:
 
     def report_death(self, engine: Engine, cause: str) -> None:
         """Take an engine out of service and restart it; does nothing if that is under way."""
-        member = self.members[engine.info.name]
-        if member.engine is not engine or member.state is not MemberState.READY:
+        member = self.members.get(engine.info.name)
+        if member is None or member.engine is not engine or member.state is not MemberState.READY:
             return
         log.warning("engine %s died: %s; restarting it", engine.info.name, cause)
         member.last_error = cause
         self._retire_counters(member)
         member.engine = None
-        self._spawn(self._restart(member, engine))
+        member.restarting = self._spawn(self._restart(member, engine))
         self._set_state(member, MemberState.RESTARTING)
 
     async def prove_all(self) -> None:
@@ -258,13 +291,11 @@ class Fleet:
         return self._counted()
 
     def _counted(self) -> dict[str, EngineCounters]:
-        return {name: m.retired + m.seen - m.proving for name, m in self.members.items()}
+        members = {**self.departed, **self.members}
+        return {name: m.retired + m.seen - m.proving for name, m in members.items()}
 
     async def _start(self) -> None:
-        launches = [
-            asyncio.create_task(self._launch(member, member.generation))
-            for member in self.members.values()
-        ]
+        launches = [asyncio.create_task(self._launch(member)) for member in self.members.values()]
         try:
             for launch in asyncio.as_completed(launches):
                 await launch
@@ -279,8 +310,11 @@ class Fleet:
             self._set_state(member, MemberState.READY)
         self._spawn(self._watch())
 
-    async def _launch(self, member: Member, generation: int) -> Engine:
+    async def _launch(self, member: Member) -> Engine:
         limit_s = self._limits.start_timeout_s
+        # Never used before by an engine of that name, whoever had it.
+        generation = self._generations[member.spec.name]
+        self._generations[member.spec.name] += 1
         try:
             async with asyncio.timeout(limit_s):
                 member.engine = await self._launcher.launch(member.spec, generation)
@@ -288,6 +322,9 @@ class Fleet:
             raise EngineStartError(
                 member.spec.name, f"it was not ready in {limit_s:g} s (limits.start_timeout_s)"
             ) from exc
+        if self._is_closing:  # somebody's call of `join` goes on beside the fleet's own end
+            await self._discard(member)
+            raise EngineStartError(member.spec.name, "the fleet is closed")
         return member.engine
 
     async def _prove_new(self, new: Sequence[Engine], present: Sequence[Engine]) -> list[PairProof]:
@@ -311,7 +348,7 @@ class Fleet:
         return proofs
 
     def _hands_out(self, engine: Engine) -> bool:
-        return self._elastic or engine.info.role is Role.PREFILL
+        return engine.info.role in self._kv_roles.sources
 
     def _loaders(self, source: Engine, engines: Sequence[Engine]) -> list[Engine]:
         """Return those of some engines that may load KV of another one."""
@@ -320,7 +357,7 @@ class Fleet:
         return [
             engine
             for engine in engines
-            if engine is not source and (self._elastic or engine.info.role is Role.DECODE)
+            if engine is not source and engine.info.role in self._kv_roles.loaders
         ]
 
     async def _count_proofs(self, proofs: Sequence[PairProof]) -> None:
@@ -330,45 +367,154 @@ class Fleet:
                 for name, added in zip(
                     (proof.prefill, proof.decode), proof.counters(), strict=True
                 ):
-                    self.members[name].proving += added
+                    if (member := self.members.get(name)) is not None:
+                        member.proving += added
         for name in {name for proof in proofs for name in (proof.prefill, proof.decode)}:
-            await self._read_counters(self.members[name])
+            if (member := self.members.get(name)) is not None:
+                await self._read_counters(member)
 
-    async def _restart(self, member: Member, old: Engine) -> None:
-        with contextlib.suppress(SplitrollError):
-            await old.close()
+    async def _restart(self, member: Member, old: Engine | None = None) -> None:
+        if old is not None:
+            with contextlib.suppress(SplitrollError):
+                await old.close()
         for attempt in range(self._limits.max_restarts):
             await asyncio.sleep(_RESTART_PAUSE_S * (2**attempt - 1))
+            await self._find_place(member)
+            if member.is_leaving:
+                return
             member.restarts += 1
-            member.generation += 1
             try:
-                engine = await self._launch(member, member.generation)
+                engine = await self._launch(member)
                 await self._join(member, engine)
             except Exception as exc:  # a wall: whatever it was, the next attempt may succeed
                 member.last_error = str(exc)
                 log.warning("restart %d of %s: %s", member.restarts, member.spec.name, exc)
                 await self._discard(member)
                 continue
+            except BaseException:  # it is to leave, or the fleet closes
+                await self._discard(member)
+                raise
             log.info("engine %s is back", member.spec.name)
             return
-        log.error("engine %s is given up: %s", member.spec.name, member.last_error)
-        self._set_state(member, MemberState.FAILED)
+        if not member.is_leaving:
+            log.error("engine %s is given up: %s", member.spec.name, member.last_error)
+            self._set_state(member, MemberState.FAILED)
 
-    async def _join(self, member: Member, engine: Engine) -> None:
-        """Prove a restarted engine against all that serve, and let it serve.
+    async def _find_place(self, member: Member) -> None:
+        """Wait for a place where an engine can be started again, as long as there is none."""
+        while not member.is_leaving:
+            try:
+                async with self._placing:  # so that no two take the same one
+                    others = [m.spec for m in self.members.values() if m is not member]
+                    member.spec = await self._launcher.relocate(member.spec, others)
+                return
+            except Exception as exc:  # a wall: the cluster may answer again
+                if member.last_error != str(exc):
+                    log.warning("%s: waiting for a place: %s", member.spec.name, exc)
+                member.last_error = str(exc)
+            await asyncio.sleep(_PLACE_POLL_S)
 
-        One engine at a time, so that two that come back together prove their own pair too. A proof
+    @property
+    def placing(self) -> asyncio.Lock:
+        """Held while places are looked for, so that no two engines take the same one."""
+        return self._placing
+
+    def admit(self, spec: EngineSpec) -> None:
+        """Take in an engine that is to `join`: its place is its own from now."""
+        member = self.members[spec.name] = Member(spec)
+        self._set_state(member, MemberState.STARTING)
+
+    async def join(self, name: str) -> dict[str, float]:
+        """Start an engine beside those that serve, bring it to their weights, prove it with all of
+        them, and let it serve.
+
+        Returns:
+            The seconds of each phase.
+
+        Raises:
+            EngineStartError: it did not come up.
+            ProofError: it does not hand off KV with some other engine.
+        """
+        member = self.members[name]
+        begun_s = time.monotonic()
+        try:
+            engine = await self._launch(member)
+            launched_s = time.monotonic()
+            phases = await self._join(member, engine)
+        except BaseException:
+            self._depart(member)  # first: whoever gives up may do so twice
+            await self._discard(member)
+            raise
+        return {"start": launched_s - begun_s, **dict(engine.info.start_s), **phases}
+
+    @contextlib.contextmanager
+    def scaling(self) -> Generator[None, None, None]:
+        """Engines are told to join or leave meanwhile; weight updates wait for the end."""
+        self._still.clear()
+        try:
+            yield
+        finally:
+            self._still.set()
+
+    async def scaled(self) -> None:
+        """Wait until no engine is told to join or leave."""
+        while not self._still.is_set():
+            await self._still.wait()
+
+    async def take_out(self, name: str) -> Engine | None:
+        """Let an engine be given nothing more; it goes on with what it has. None if it is down."""
+        member = self.members[name]
+        member.is_leaving = True
+        if (restarting := member.restarting) is not None:
+            restarting.cancel()  # which ends what it had launched
+            await asyncio.gather(restarting, return_exceptions=True)
+        self._set_state(member, MemberState.LEAVING)
+        return member.engine
+
+    def put_back(self, name: str) -> None:
+        """Let an engine that was to leave serve again, or be started again if it is down."""
+        member = self.members[name]
+        member.is_leaving = False
+        if member.engine is not None:
+            self._set_state(member, MemberState.READY)
+        elif member.state is not MemberState.FAILED:
+            member.restarting = self._spawn(self._restart(member))
+            self._set_state(member, MemberState.RESTARTING)
+
+    async def part(self, name: str) -> None:
+        """End an engine that was taken out, and forget its place."""
+        member = self.members[name]
+        if member.engine is not None:
+            await self._read_counters(member)
+        await self._discard(member)
+        self._depart(member)
+
+    def _depart(self, member: Member) -> None:
+        del self.members[member.spec.name]
+        self.departed[member.spec.name] = member
+        self._set_state(member, MemberState.LEAVING)
+
+    async def _join(self, member: Member, engine: Engine) -> dict[str, float]:
+        """Prove a new engine against all that serve, and let it serve; returns the phases' seconds.
+
+        One engine at a time, so that two that come together prove their own pair too. A proof
         that a partner had no time for, or died in, says nothing about the engine: prove again.
         """
         end_s = time.monotonic() + self._limits.start_timeout_s
         while True:
             try:
                 async with self._joining:
+                    begun_s = time.monotonic()
                     if self._update_weights is not None:
                         await self._update_weights(engine)
-                    await self._prove_new([engine], [engine, *self.ready()])
+                    updated_s = time.monotonic()
+                    proofs = await self._prove_new([engine], [engine, *self.ready()])
+                    name = member.spec.name
+                    kept = [p for p in self.proofs if name not in (p.prefill, p.decode)]
+                    self.proofs = [*kept, *proofs]
                     self._set_state(member, MemberState.READY)
-                    return
+                    proven_s = time.monotonic()
+                    return {"weights": updated_s - begun_s, "proof": proven_s - updated_s}
             except ProofError as exc:
                 failed = [p for p in exc.proofs if p.problem is not None]
                 conclusive = not all(proof.inconclusive for proof in failed)
@@ -435,10 +581,11 @@ class Fleet:
         async with self._changed:
             self._changed.notify_all()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -446,6 +593,7 @@ class Fleet:
             log.error("a fleet task failed", exc_info=error)
 
     async def _close(self) -> None:
+        self._is_closing = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

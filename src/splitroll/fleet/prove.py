@@ -53,6 +53,7 @@ class PairProof:
         recomputed_tokens: prompt tokens that decode computed although their KV was offered.
         problem: None when the pair passed.
         inconclusive: a leg had no time, or its engine died: nothing is known of the pair.
+        pushed: the prefill engine moved the KV, and counts it, not the decode engine.
     """
 
     prefill: str
@@ -66,17 +67,21 @@ class PairProof:
     handoff_s: float
     problem: str | None
     inconclusive: bool = False
+    pushed: bool = False
 
     def counters(self) -> tuple[EngineCounters, EngineCounters]:
         """Return what the proof itself adds to the counters of (prefill, decode)."""
+        moved = EngineCounters(kv_pulls=1, kv_bytes=self.kv_bytes_needed)
+        nothing = EngineCounters()
+        prefilled = EngineCounters(computed_tokens=self.prompt_tokens, generated_tokens=1)
+        decoded = EngineCounters(
+            computed_tokens=self.prompt_tokens,
+            pulled_tokens=self.prompt_tokens,
+            generated_tokens=2 * _NUM_TOKENS,  # with the KV, and locally
+        )
         return (
-            EngineCounters(computed_tokens=self.prompt_tokens),
-            EngineCounters(
-                computed_tokens=self.prompt_tokens,
-                pulled_tokens=self.prompt_tokens,
-                kv_pulls=1,
-                kv_bytes=self.kv_bytes_needed,
-            ),
+            prefilled + (moved if self.pushed else nothing),
+            decoded + (nothing if self.pushed else moved),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -105,7 +110,10 @@ async def prove_pairs(
     proofs = []
     for prefill in prefills:
         for decode in decodes:
-            proofs.append(await _prove_pair(handoff, prefill, decode, prompt, weight_version))
+            # So many proofs see every data-parallel rank of both.
+            for turn in range(max(prefill.info.data_ranks, decode.info.data_ranks)):
+                proof = _prove_pair(handoff, prefill, decode, prompt, weight_version, turn)
+                proofs.append(await proof)
     failed = [proof for proof in proofs if proof.problem is not None]
     if failed:
         lines = [f"{proof.prefill} -> {proof.decode}: {proof.problem}" for proof in failed]
@@ -128,28 +136,33 @@ async def _prove_pair(
     decode: Engine,
     prompt: tuple[int, ...],
     weight_version: int,
+    turn: int,
 ) -> PairProof:
     if (mismatch := compare_engines(prefill.info, decode.info)) is not None:
         return _failed(prefill, decode, prompt, mismatch)
     needed = math.ceil(len(prompt) / decode.info.block_size) * decode.info.block_bytes
     salt = os.urandom(8).hex()
-    before = await _counters(decode)
     loop = asyncio.get_running_loop()
     begun = loop.time()
     try:
-        handle = await handoff.prefill(prefill, f"prove-{salt}-p", prompt, salt)
-        request = _request(f"prove-{salt}-d", prompt, salt)
+        before = await _counters(prefill if handoff.pushes else decode)
+        handle = await handoff.prefill(
+            prefill, f"prove-{salt}-p", prompt, salt, data_rank=turn % prefill.info.data_ranks
+        )
+        rank = turn % decode.info.data_ranks
+        request = _request(f"prove-{salt}-d", prompt, salt, rank)
         result = await handoff.decode(decode, handle, [request], weight_version=weight_version)
         handoff_s = loop.time() - begun
-        request = _request(f"prove-{salt}-l", prompt, f"{salt}-l")
+        request = _request(f"prove-{salt}-l", prompt, f"{salt}-l", rank)
         reference = await handoff.decode(decode, None, [request], weight_version=weight_version)
+        if errors := result.errors + reference.errors:
+            raise errors[0]
+        mover = prefill if handoff.pushes else decode
+        kv_bytes = await _moved(mover, before, needed)
     except SplitrollError as exc:
         return _failed(prefill, decode, prompt, str(exc), exc)
-    if errors := result.errors + reference.errors:
-        return _failed(prefill, decode, prompt, str(errors[0]), errors[0])
     (moved,) = result.outputs.values()
     (local,) = reference.outputs.values()
-    done = (await _counters_with(decode, before, needed)) - before
     compared, gap = _compare(moved, local)
     return PairProof(
         prefill=prefill.info.name,
@@ -157,13 +170,14 @@ async def _prove_pair(
         prompt_tokens=len(prompt),
         compared_tokens=compared,
         max_logprob_gap=gap,
-        kv_bytes=done.kv_bytes,
+        kv_bytes=kv_bytes,
         kv_bytes_needed=needed,
         recomputed_tokens=result.recomputed_tokens,
         handoff_s=handoff_s,
         problem=_verdict(
-            result.recomputed_tokens, gap, tolerance(decode.info.dtype), done.kv_bytes, needed
+            result.recomputed_tokens, gap, tolerance(decode.info.dtype), kv_bytes, needed
         ),
+        pushed=handoff.pushes,
     )
 
 
@@ -202,14 +216,15 @@ def _compare(moved: DecodeOutput, local: DecodeOutput) -> tuple[int, float]:
     return min(len(moved.token_ids), len(local.token_ids)), gap
 
 
-async def _counters_with(engine: Engine, before: EngineCounters, kv_bytes: int) -> EngineCounters:
-    """Return the counters once they show the bytes; they lag the tokens by an engine step."""
+async def _moved(engine: Engine, before: EngineCounters, kv_bytes: int) -> int:
+    """Return the bytes that an engine moved, once they are as many as they should be: counters lag
+    the tokens by an engine step."""
     loop = asyncio.get_running_loop()
     end = loop.time() + _COUNTERS_TIMEOUT_S
     while True:
-        counters = await _counters(engine)
-        if counters.kv_bytes - before.kv_bytes >= kv_bytes or loop.time() > end:
-            return counters
+        moved = (await _counters(engine)).kv_bytes - before.kv_bytes
+        if moved >= kv_bytes or loop.time() > end:
+            return moved
         await asyncio.sleep(_COUNTERS_POLL_S)
 
 
@@ -221,7 +236,7 @@ async def _counters(engine: Engine) -> EngineCounters:
         raise EngineDied(engine.info.name, "it does not answer") from exc
 
 
-def _request(request_id: str, prompt: tuple[int, ...], salt: str) -> DecodeRequest:
+def _request(request_id: str, prompt: tuple[int, ...], salt: str, rank: int) -> DecodeRequest:
     return DecodeRequest(
         request_id=request_id,
         token_ids=prompt,
@@ -229,6 +244,7 @@ def _request(request_id: str, prompt: tuple[int, ...], salt: str) -> DecodeReque
         seed=0,
         cache_salt=salt,
         top_logprobs=_TOP_LOGPROBS,
+        data_rank=rank,
     )
 
 

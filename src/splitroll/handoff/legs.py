@@ -98,21 +98,29 @@ class Handoff:
         self.cancelled = 0
         """Handles that were given back, not pulled."""
 
+    @property
+    def pushes(self) -> bool:
+        """See `KvBackend.pushes`."""
+        return self._backend.pushes
+
     async def prefill(
         self,
         engine: Engine,
         request_id: str,
         token_ids: tuple[int, ...],
         cache_salt: str | None = None,
+        session: str | None = None,
+        data_rank: int | None = None,
     ) -> KvHandle:
-        """Run a prefill leg.
+        """Run a prefill leg; for the arguments see `PrefillRequest`.
 
         Raises:
             LegError: it failed, or returned no handle.
             LegTimeout: it exceeded its limit; it is then aborted, and a late handle given back.
             EngineDied: the engine is gone.
         """
-        request = PrefillRequest(request_id, token_ids, self._backend.prefill_params(), cache_salt)
+        kv = self._backend.prefill_params()
+        request = PrefillRequest(request_id, token_ids, kv, cache_salt, session, data_rank)
         begun_s = self._clock()
         leg = asyncio.ensure_future(engine.prefill(request))
         leg.add_done_callback(lambda leg: leg.cancelled() or leg.exception())  # see _end_prefill

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from splitroll.engines.arguments import KvTransfer
 from splitroll.engines.process import ONLY_IF_CUT
 from splitroll.engines.protocol import KvParams
+from splitroll.errors import Problem
+from splitroll.handoff.backend import kv_role
 from splitroll.placement import LOOPBACK, EngineSpec
-from splitroll.types import Role
 
 _HANDLE_KEYS = (
     "remote_block_ids",
@@ -25,14 +27,17 @@ class NixlBackend:
     """vLLM's `NixlConnector` (protocol: vllm 0.32, `kv_connector/v1/nixl/pull_scheduler.py`)."""
 
     name = "nixl"
+    pushes = False
+
+    def problems(self, spec: EngineSpec) -> Iterator[Problem]:
+        yield from ()
 
     def transfer(
         self, spec: EngineSpec, *, engine_id: str, lease_s: float, elastic: bool
     ) -> KvTransfer:
-        role = "kv_producer" if spec.role is Role.PREFILL else "kv_consumer"
         config: dict[str, Any] = {
             "kv_connector": "NixlConnector",
-            "kv_role": "kv_both" if elastic else role,
+            "kv_role": kv_role(spec, elastic=elastic),
             "engine_id": engine_id,
             # An engine that cannot load KV says so; it must never recompute unnoticed.
             "kv_load_failure_policy": "fail",

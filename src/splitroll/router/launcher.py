@@ -35,10 +35,11 @@ from splitroll.fleet.prove import proof_prompt
 from splitroll.handoff.backend import make_backend
 from splitroll.model import ModelFacts
 from splitroll.placement import LOOPBACK, EngineSpec, actor_name, engine_id
+from splitroll.ports import held_ports
 from splitroll.prompts import Tokenizer
 from splitroll.router.client import Client, Metrics, metrics_of
 from splitroll.router.command_lines import Server, router_argv
-from splitroll.router.processes import Child, Command, all_of, held_ports, running
+from splitroll.router.processes import Child, Command, all_of, running
 from splitroll.router.ray_server import RayServer, ServerPlan
 from splitroll.router.routed_engine import ROUTER, RoutedEngine
 from splitroll.types import Role, SamplingParams
@@ -146,6 +147,10 @@ class RouterLauncher:
         """Remove the files on this machine, after an uneventful life."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    async def relocate(self, spec: EngineSpec, others: Sequence[EngineSpec]) -> EngineSpec:
+        """See `fleet.Launcher`. The router is on this machine, and is never started again."""
+        return spec
+
     async def launch(self, spec: EngineSpec, generation: int) -> RoutedEngine:
         """Start all, wait until the router answers, and see KV move.
 
@@ -202,7 +207,7 @@ class RouterLauncher:
         section = self._config.disaggregation
         transfer = None
         if section.enabled:
-            transfer = make_backend(section.transfer_backend).transfer(
+            transfer = make_backend(section).transfer(
                 spec,
                 engine_id=engine_id(self.fleet_id, spec.name, generation),
                 lease_s=section.kv_lease_s,
@@ -300,7 +305,7 @@ class RouterLauncher:
             kv_dtype="",
             log_path=str(self.folder / f"{ROUTER}.log"),
             start_s=start_s,
-            world_size=max(1, sum(spec.tensor_parallel_size for spec in self._specs)),
+            world_size=max(1, sum(spec.world_size for spec in self._specs)),
         )
 
     async def _prove(self, engine: RoutedEngine) -> None:

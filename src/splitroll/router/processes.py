@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import time
-from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import aiohttp
 
 from splitroll.errors import FleetError
-from splitroll.placement import LOOPBACK
 from splitroll.router.tied import tied
 
 _POLL_S = 0.2
@@ -43,33 +41,6 @@ class Command:
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
-
-
-@contextlib.contextmanager
-def held_ports(
-    count: int, host: str = LOOPBACK, first: int = 0
-) -> Generator[list[int], None, None]:
-    """Choose free ports of an interface and hold them.
-
-    A socket that sets SO_REUSEADDR and never listens lets another that sets it bind the same port
-    by its number, as vLLM's server and vllm-router do. Nobody else is given the port meanwhile:
-    neither who asks for any free one nor who binds without that option.
-
-    Args:
-        first: the number that the first is to have, 0 for any.
-
-    Raises:
-        OSError: somebody else has it.
-    """
-    with contextlib.ExitStack() as stack:
-        ports = []
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        for index in range(count):
-            holder = stack.enter_context(socket.socket(family))
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind((host, 0 if index else first))
-            ports.append(holder.getsockname()[1])
-        yield ports
 
 
 @contextlib.asynccontextmanager

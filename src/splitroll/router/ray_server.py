@@ -12,12 +12,14 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from splitroll.engines.arguments import EngineArguments
-from splitroll.engines.ray_engine import actor_options
+from splitroll.engines.mooncake_process import BOOTSTRAP_PORT
+from splitroll.engines.ray_place import Place
 from splitroll.errors import EngineStartError
 from splitroll.placement import EngineSpec
+from splitroll.ports import held_ports
 from splitroll.router.command_lines import Server, server_argv
 from splitroll.router.guard import TOKEN_ENV, Guard
-from splitroll.router.processes import Command, held_ports, running
+from splitroll.router.processes import Command, running
 
 _CLOSE_TIMEOUT_S = 30.0
 _GUARD = f"{Guard.__module__}.{Guard.__name__}"
@@ -41,6 +43,20 @@ class ServerPlan:
     token: str
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A server that serves.
+
+    Attributes:
+        pid: of its HTTP process, on its node.
+        bootstrap_port: of Mooncake; None with another connector.
+    """
+
+    url: str
+    pid: int
+    bootstrap_port: int | None
+
+
 class ServerActor:
     """The actor's side."""
 
@@ -48,13 +64,16 @@ class ServerActor:
         self._plan = plan
         self._stack = contextlib.AsyncExitStack()
 
-    async def start(self) -> tuple[str, int]:
-        """Return the server's URL and process id, once it serves."""
+    async def start(self) -> Started:
+        """Return once it serves."""
         plan = self._plan
         folder = Path(plan.log).parent
         folder.mkdir(parents=True, exist_ok=True)
         shown = f"[{plan.host}]" if ":" in plan.host else plan.host
-        with held_ports(1, plan.host) as (port,):
+        env = {**plan.arguments.env, **plan.arguments.own_env}
+        with held_ports(2, plan.host) as (port, bootstrap):
+            if env.get(BOOTSTRAP_PORT) == "0":
+                env[BOOTSTRAP_PORT] = str(bootstrap)
             url = f"http://{shown}:{port}"
             argv = server_argv(plan.arguments, plan.model, port, plan.host)
             command = Command(
@@ -64,7 +83,7 @@ class ServerActor:
                 ready_url=f"{url}/health",
                 log=Path(plan.log),
                 env={
-                    **plan.arguments.env,
+                    **env,
                     "VLLM_SERVER_DEV_MODE": "1",  # else it takes no weights, and cannot be paused
                     TOKEN_ENV: plan.token,
                     "TMPDIR": str(folder),
@@ -73,7 +92,8 @@ class ServerActor:
             )
             serving = running([command], timeout_s=plan.timeout_s)
             (self._child,) = await self._stack.enter_async_context(serving)
-        return url, self._child.pid
+        port_of_kv = bootstrap if BOOTSTRAP_PORT in env else None
+        return Started(url, self._child.pid, port_of_kv)
 
     async def ended(self) -> str:
         """Return, when the server has ended, with what."""
@@ -90,10 +110,11 @@ class RayServer:
         pid: of its HTTP process, on its node.
     """
 
-    def __init__(self, actor: Any, server: Server, pid: int) -> None:
+    def __init__(self, actor: Any, place: Place, server: Server, pid: int) -> None:
         self.server = server
         self.pid = pid
         self._actor = actor
+        self._place = place
 
     @classmethod
     async def launch(cls, spec: EngineSpec, actor_name: str, plan: ServerPlan) -> RayServer:
@@ -102,20 +123,21 @@ class RayServer:
         Raises:
             EngineStartError: with the last lines of its log.
         """
-        options = actor_options(spec, actor_name, plan.arguments)
-        actor = ray.remote(ServerActor).options(**options).remote(plan)
+        place = await Place.reserve(spec, actor_name)
+        actor = ray.remote(ServerActor).options(**place.options(plan.arguments)).remote(plan)
         try:
-            url, pid = await actor.start.remote()
+            started = await actor.start.remote()
         except RayTaskError as exc:
-            _kill(actor)
+            _kill(actor, place)
             raise EngineStartError(spec.name, str(exc.cause)) from exc
         except RayError as exc:
-            _kill(actor)
+            _kill(actor, place)
             raise EngineStartError(spec.name, f"its actor ended: {exc}") from exc
         except BaseException:
-            _kill(actor)  # and with it the server, which is tied to it
+            _kill(actor, place)  # and with it the server, which is tied to it
             raise
-        return cls(actor, Server(spec.name, spec.role, url), pid)
+        server = Server(spec.name, spec.role, started.url, started.bootstrap_port)
+        return cls(actor, place, server, started.pid)
 
     async def ended(self) -> str:
         """Return, when the server has ended, with what."""
@@ -129,10 +151,11 @@ class RayServer:
             with contextlib.suppress(RayError, TimeoutError):
                 await asyncio.wait_for(self._actor.close.remote(), _CLOSE_TIMEOUT_S)
         finally:
-            _kill(self._actor)
+            _kill(self._actor, self._place)
 
 
-def _kill(actor: Any) -> None:
+def _kill(actor: Any, place: Place) -> None:
     if ray.is_initialized():
         with contextlib.suppress(RayError, ValueError):
             ray.kill(actor, no_restart=True)
+    place.release()
