@@ -62,8 +62,9 @@ async def open_launching(config: Config, facts: ModelFacts) -> AsyncGenerator[La
             check_backend(backend_of(config), specs)
             alone = all(spec.host == LOOPBACK for spec in specs)
             address = LOOPBACK if alone else shared_address(config, nodes[0])
-            _tell_left_over(specs, nodes)
             home = nodes[0].id
+            _tell_left_over(specs, nodes)
+            _tell_out_of_reach(config, home, specs)
             if is_routed(config):
                 routers = RouterLauncher(config, facts, specs, fleet_id, endpoint)
                 routed = as_routed(config)
@@ -78,6 +79,17 @@ async def open_launching(config: Config, facts: ModelFacts) -> AsyncGenerator[La
                     return _names_beyond(home, [m.spec for m in fleet.members.values()])
 
                 yield Launching(config, specs, ours, address, elsewhere, ours.place_more)
+
+
+def _tell_out_of_reach(config: Config, home: str, specs: Sequence[EngineSpec]) -> None:
+    """Tell of engines to which weights cannot be pushed: who only samples may not mind."""
+    transport, beyond = config.weights.transport, _names_beyond(home, specs)
+    if transport in ("shm", "ipc") and beyond:
+        log.warning(
+            "weights.transport: %s ends at this host: to push weights to %s, use disk or nccl",
+            transport,
+            ", ".join(beyond),
+        )
 
 
 def _names_beyond(home: str, specs: Sequence[EngineSpec]) -> Sequence[str]:

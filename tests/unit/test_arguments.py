@@ -238,6 +238,14 @@ def test_a_chain_of_connectors_gets_its_engines_role_and_nixl_its_lease() -> Non
             r"connectors\.0",
         ),
         ([*CHAIN, "disaggregation.connector.module_path=no.such"], "can be imported"),
+        (
+            [*CHAIN, f"{ARGUMENTS}={{connectors: [{{kv_connector: NixlConector}}]}}"],
+            "did you mean NixlConnector",
+        ),
+        (
+            [*CHAIN, f"{ARGUMENTS}={{connectors: [{{kv_connector: ExampleConnector}}]}}"],
+            "a chain with NIXL in it",
+        ),
     ],
 )
 def test_a_connector_must_be_named_as_vllm_knows_it(overrides: list[str], says: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,24 @@ def test_what_is_wrong_with_a_shape_is_told_where_it_stands(
         assert says in str(found)
     else:
         assert says in found[path]
+
+
+@pytest.mark.parametrize(
+    ("override", "do"),
+    [
+        ("disaggregation.prefill={replicas: 2}", "set disaggregation.prefill_replicas, or make"),
+        ("disaggregation.mixed={replicas: 1}", "write [{replicas: 1}]"),
+        ("disaggregation.mixed_replicas=1", "write mixed: [{replicas: ...}]"),
+        ("disaggregation.prefill.nodes=big", "write {resource: big}, if you mean that"),
+        ("ray=auto", "write {address: auto}, if you mean that"),
+        ("disaggregation.prefill.nodes.labels=3", "a mapping, {name: value}; write one"),
+    ],
+)
+def test_what_is_written_in_the_wrong_form_is_told_with_the_right_one(
+    override: str, do: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(do)):
+        load_config(overrides=[override])
 
 
 def test_colocated_engines_hand_off_nothing() -> None:

@@ -197,6 +197,7 @@ def _explain(error: Any) -> Problem:
             name = str(error["loc"][-1])
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else "remove it"
+            hint = next((told for end, told in _ELSEWHERE.items() if path.endswith(end)), hint)
             return Problem(path, "an unknown key", ", ".join(known), hint)
         case "literal_error":
             return Problem(path, found, error["ctx"]["expected"], "choose one of these")
@@ -206,10 +207,35 @@ def _explain(error: Any) -> Problem:
             return Problem(path, found, f"more than {error['ctx']['gt']}", "raise it")
         case "int_type" | "int_from_float" | "int_parsing":
             return Problem(path, found, "a whole number", "write one, without quotes")
-        case "model_type" | "model_attributes_type" | "mapping_type":
-            return Problem(path, found, "a section (a mapping)", "write its keys below it")
+        case "model_type" | "model_attributes_type":
+            known = _keys_at(error["loc"])
+            hint = "write its keys below it"
+            if isinstance(error.get("input"), str):
+                hint = f"write {{{known[0]}: {error['input']}}}, if you mean that"
+            return Problem(path, found, f"a section with {', '.join(known)}", hint)
+        case "list_type":
+            shown = f"[{_shown(error.get('input'))}]"
+            return Problem(path, found, "a list", f"write {shown}")
+        case "dict_type" | "mapping_type":
+            return Problem(path, found, "a mapping, {name: value}", "write one")
+        case "string_type":
+            return Problem(path, found, "a text", "write one")
         case _:
             return Problem(path, found, error["msg"].lower(), "change it")
+
+
+_ELSEWHERE = {
+    "prefill.replicas": "set disaggregation.prefill_replicas, or make prefill a list of groups",
+    "decode.replicas": "set disaggregation.decode_replicas, or make decode a list of groups",
+    "mixed_replicas": "write mixed: [{replicas: ...}]",
+    "connector.kv_connector_extra_config": "its name here is arguments",
+}
+"""Of keys that people look for where they are not: what to do instead."""
+
+
+def _shown(value: Any) -> str:
+    """Return a value as YAML in one line."""
+    return str(yaml.safe_dump(value, default_flow_style=True)).removesuffix("...\n").strip()
 
 
 def _keys_at(loc: Sequence[Any]) -> list[str]:

@@ -96,10 +96,11 @@ def _topology_problems(config: Config) -> Iterator[Problem]:
     if not section.enabled:
         return
     if section.transfer_backend == "connector":
-        where, hint = "disaggregation.transfer_backend", "vllm-router knows these two"
+        where, hint = "disaggregation.transfer_backend", "choose one that vllm-router knows"
         yield Problem(where, "'connector'", "nixl or mooncake, with router.mode", hint)
     if section.mixed:
-        found, hint = f"{len(section.mixed)} groups", "vllm-router's servers have one role each"
+        found = f"{len(section.mixed)} of them"
+        hint = "leave it out: vllm-router's servers have one role each"
         yield Problem("disaggregation.mixed", found, "nothing, with router.mode", hint)
 
 

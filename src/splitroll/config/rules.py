@@ -98,7 +98,7 @@ def _engine_argument_problems(config: Config) -> Iterator[Problem]:
                 allowed = repr(_UNSUPPORTED[name])
                 yield Problem(where, repr(value), allowed, "not supported yet: remove it")
             elif known and name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                near = difflib.get_close_matches(name, known - _OWNED.keys(), n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]}?" if near else "remove it"
                 yield Problem(where, "an unknown key", "an argument of vLLM's engine", hint)
 
@@ -140,8 +140,8 @@ def _connector_problems(section: Disaggregation) -> Iterator[Problem]:
         hint = "name one, for instance MultiConnector"
         yield Problem(where, "null", "a connector of vLLM's", hint)
     elif name in own:
-        hint = f"set transfer_backend: {own[name]}"
-        yield Problem(where, repr(name), "another connector than our own backends'", hint)
+        hint = f"set transfer_backend: {own[name]}; it sets the connector's arguments itself"
+        yield Problem(where, repr(name), "a connector that is no backend of its own", hint)
     elif (path := section.connector.module_path) is not None:
         if not _is_module(path):
             hint = "install it, or correct the path"
@@ -168,6 +168,18 @@ def _children_problems(name: str | None, arguments: Mapping[str, Any]) -> Iterat
         if not isinstance(own, Mapping) or not isinstance(child.get("kv_connector"), str):
             allowed = "{kv_connector: NAME, kv_connector_extra_config: {...}}"
             yield Problem(f"{where}.{index}", repr(child), allowed, "write it so")
+            return
+    named = [str(child["kv_connector"]) for child in children]
+    known = vllm_connectors()
+    for index, (child, one) in enumerate(zip(children, named, strict=True)):
+        if known and one not in known and "kv_connector_module_path" not in child:
+            near = difflib.get_close_matches(one, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else "choose one of these"
+            at = f"{where}.{index}.kv_connector"
+            yield Problem(at, repr(one), ", ".join(sorted(known)), hint)
+    if not any(one.startswith("Nixl") for one in named):
+        hint = "add {kv_connector: NixlConnector}: it moves the KV of handoffs"
+        yield Problem(where, ", ".join(named), "a chain with NIXL in it", hint)
 
 
 def _is_module(path: str) -> bool:
@@ -280,7 +292,7 @@ def _length_problems(config: Config, facts: ModelFacts) -> Iterator[Problem]:
 
 def _group_problems(config: Config) -> Iterator[Problem]:
     decoding = replicas(config, Role.DECODE, Role.BOTH)
-    if (config.dispatch.decode_engines_per_group or 1) > decoding:
+    if decoding and (config.dispatch.decode_engines_per_group or 1) > decoding:
         yield Problem(
             "dispatch.decode_engines_per_group",
             str(config.dispatch.decode_engines_per_group),

@@ -182,8 +182,9 @@ PAIR_RULES = (
         "tensor_parallel_size",
         _replicated_source,
         "no more ranks than KV heads on an engine that hands KV to one with fewer ranks",
-        "NIXL's connector cannot read KV heads that several ranks hold: lower the larger size, "
-        "raise the smaller one to it, or use transfer_backend: mooncake",
+        "NIXL's connector cannot read KV heads that several ranks hold (one that is named is held "
+        "to its rules): lower the larger size, raise the smaller one to it, or use "
+        "transfer_backend: mooncake",
     ),
     PairRule(
         # A decode engine does not start; a prefill engine's KV has too few layers for its peer;
@@ -193,8 +194,8 @@ PAIR_RULES = (
         "pipeline_parallel_size",
         _in_stages,
         "1, with NIXL",
-        "NIXL's connector moves the KV of all layers at once: use tensor parallelism, or "
-        "transfer_backend: mooncake",
+        "NIXL's connector moves the KV of all layers at once (one that is named is held to its "
+        "rules): use tensor parallelism, or transfer_backend: mooncake",
     ),
 )
 
@@ -256,8 +257,8 @@ def _match_problems(config: Config) -> Iterator[Problem]:
                 f"{_joint(first.path, other.path)}.engine.{name}",
                 f"{mine.get(name, 'the default')} for {_called(first)} and "
                 f"{theirs.get(name, 'the default')} for {_called(other)}",
-                "the same value for both roles",
-                "set it once, in the common `engine` section: KV is moved between the roles as is",
+                "the same value for all engines",
+                "set it once, in the common `engine` section: KV is moved between engines as is",
             )
 
 
