@@ -141,7 +141,7 @@ async def simulated(
             fleet_id="simulated",
         )
         try:
-            scaler = Scaler(config, fleet, dispatcher, updater, launcher.place_more)
+            scaler = Scaler(config, fleet, dispatcher, updater.rest, launcher.place_more)
             yield SimulatedSystem(fleet, handoff, dispatcher, launcher, updater, scaler)
         finally:
             await updater.close()

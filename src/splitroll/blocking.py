@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 from splitroll.config import Config
 from splitroll.environment import AnyEnvironment, Encode, EpisodeGroup
 from splitroll.prompts import PromptLike
+from splitroll.rest import PauseMode
 from splitroll.rollout import Activity, OnError, Rollout
 from splitroll.scaling import ScaleReport
 from splitroll.types import FailedGroup, Group, SamplingParams
-from splitroll.updater import PauseMode, UpdateReport
+from splitroll.updater import UpdateReport
 
 if TYPE_CHECKING:
     from splitroll.weights.ranks import TrainerRanks

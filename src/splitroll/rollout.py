@@ -36,6 +36,7 @@ from splitroll.model import ModelFacts
 from splitroll.opening import OnState, make_dispatcher, open_fleet
 from splitroll.placement import check_devices
 from splitroll.prompts import PromptLike, Tokenizer
+from splitroll.rest import PauseMode
 from splitroll.scaling import Scaler, ScaleReport
 from splitroll.types import (
     FailedGroup,
@@ -43,7 +44,7 @@ from splitroll.types import (
     Role,
     SamplingParams,
 )
-from splitroll.updater import PauseMode, Updater, UpdateReport
+from splitroll.updater import Updater, UpdateReport
 
 if TYPE_CHECKING:
     from splitroll.weights.ranks import TrainerRanks
@@ -173,7 +174,7 @@ class Rollout:
                                 await stack.enter_async_context(watching)
                             scaler = None
                             if (place_more := launching.place_more) is not None:
-                                scaler = Scaler(config, fleet, dispatcher, updater, place_more)
+                                scaler = Scaler(config, fleet, dispatcher, updater.rest, place_more)
                             yield cls(config, facts, fleet, dispatcher, updater, handoff, scaler)
                     finally:
                         await updater.close()
@@ -385,11 +386,11 @@ class Rollout:
             ConfigError: a weight update is under way.
             TimeoutError: samples did not end within `weights.timeout_s`; all stays paused.
         """
-        await self.updater.pause(mode)
+        await self.updater.rest.pause(mode)
 
     async def resume(self) -> None:
         """Go on after `pause`; does nothing otherwise."""
-        await self.updater.resume()
+        await self.updater.rest.resume()
 
     @property
     def is_paused(self) -> bool:

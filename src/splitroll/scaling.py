@@ -29,8 +29,8 @@ from splitroll.engines.protocol import Engine
 from splitroll.errors import ConfigError, Conflict, EngineDied, LegError, Problem
 from splitroll.fleet.fleet import Fleet, Member, MemberState
 from splitroll.placement import EngineSpec
+from splitroll.rest import Rest
 from splitroll.types import Role
-from splitroll.updater import Updater
 
 PlaceMore = Callable[
     [Pool, int, Sequence[EngineSpec], Iterable[str]], Awaitable[tuple[EngineSpec, ...]]
@@ -85,10 +85,10 @@ class Scaler:
         config: Config,
         fleet: Fleet,
         dispatcher: Dispatcher,
-        updater: Updater,
+        rest: Rest,
         place_more: PlaceMore,
     ) -> None:
-        self._updater = updater
+        self._rest = rest
         self._config = config
         self._fleet = fleet
         self._dispatcher = dispatcher
@@ -141,7 +141,7 @@ class Scaler:
         found = None
         try:
             async with asyncio.timeout(timeout_s):
-                await self._updater.idle()
+                await self._rest.idle()
         except TimeoutError:
             found = f"a weight update that has not ended in {timeout_s:g} s"
             hint = "wait for it, or give a longer timeout_s"
@@ -150,7 +150,7 @@ class Scaler:
         elif self._dispatcher.barrier.is_fenced:
             found = "a fleet that a failed weight update has fenced"
             hint = "push weights first: whoever joins must know what to serve"
-        elif self._updater.keeps_still:
+        elif self._rest.keeps_still:
             found = "paused with what is under way kept"
             hint = "resume first: engines that stand still prove nothing, and end nothing"
         if found is not None:

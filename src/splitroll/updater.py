@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitroll.config.schema import Weights
 from splitroll.dispatch.dispatcher import Dispatcher
@@ -33,6 +33,7 @@ from splitroll.errors import (
 from splitroll.fleet.fleet import Fleet
 from splitroll.handoff.legs import Handoff
 from splitroll.model import checkpoint_folder
+from splitroll.rest import Rest
 from splitroll.weights.manifest import (
     Manifest,
     ParamSpec,
@@ -53,14 +54,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-PauseMode = Literal["wait", "abort", "keep"]
-"""What a pause does to samples under way: waits for them, ends them as they are, or lets them stand
-still until the fleet goes on."""
-
 _POLL_S = 0.002
-_IDLE_POLL_S = 0.05
-_ABORTED_TIMEOUT_S = 2.0
-_ABORT_AGAIN_S = 0.1
 _CLOSE_TIMEOUT_S = 30.0
 _SAMPLED_PARAMETERS = 8
 
@@ -155,6 +149,9 @@ class Updater:
         fleet_id: part of the names of files, which other fleets may write beside ours.
         address: of this host, as engines reach it.
         elsewhere: returns the names of engines on other hosts.
+
+    Attributes:
+        rest: what brings the fleet to rest, for updates as for pauses.
     """
 
     def __init__(
@@ -170,22 +167,16 @@ class Updater:
     ) -> None:
         self._fleet = fleet
         self._barrier = dispatcher.barrier
-        self._handoff = handoff
         self._fleet_id = fleet_id
         self._address = address
         self._elsewhere = elsewhere
         self._transport: Transport | None = None
         self._settings = settings
         self._checkpoint = checkpoint
-        self._busy: int | None = None
-        self._membership_closed = False
+        self.rest = Rest(fleet, dispatcher.barrier, handoff, settings)
         self._transaction: _Transaction | None = None
         self._held = contextlib.ExitStack()
-        self._stilling = asyncio.Lock()
-        self._frozen: dict[str, Engine] = {}
-        """Engines by name that a pause keeps still, with what they have."""
         fleet.on_join(self._bring)
-        fleet.on_change(self._let_back_in)
 
     async def update(
         self,
@@ -204,7 +195,7 @@ class Updater:
         outcome: int | BaseException = RuntimeError("the update was cancelled")
         before = self._fleet.weight_version
         try:
-            await self._scaled()
+            await self.rest.scaled()
             version = self._check_version(version)
             report = await self._update(weights, version, partial, trainer)
         except Exception as exc:
@@ -220,7 +211,7 @@ class Updater:
         self, weights: Any, version: int, partial: bool, trainer: _Trainer
     ) -> UpdateReport:
         begun_s = time.monotonic()
-        self._busy = version
+        self.rest.updating = version
         try:
             wanted = self._manifest()
             await trainer.run(trainer.conductor.open, version, wanted)
@@ -235,112 +226,8 @@ class Updater:
             nbytes = sum(spec.nbytes for part in parts for spec in part)
             return self._conclude(transaction, update, nbytes, begun_s)
         finally:
-            self._busy = None
-            await self._thaw()  # `resume` may have come meanwhile
-
-    async def idle(self) -> None:
-        """Wait until no update is under way."""
-        while True:
-            if self._busy is None:
-                return
-            await asyncio.sleep(_IDLE_POLL_S)
-
-    async def _scaled(self, what: str = "update_weights") -> None:
-        """Wait until no engine is told to join or leave: who takes part must be known.
-
-        Raises:
-            Conflict: engines still are, after the time that an update has.
-        """
-        limit_s = self._settings.timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._fleet.scaled()
-        except TimeoutError:
-            found = f"engines that join or leave, for {limit_s:g} s (weights.timeout_s)"
-            hint = "wait for `scale`, or raise weights.timeout_s"
-            problem = Problem(what, found, "a fleet that stays as it is", hint)
-            raise Conflict([problem]) from None
-
-    @property
-    def keeps_still(self) -> bool:
-        """Whether a pause keeps engines still with what they have."""
-        return bool(self._frozen)
-
-    async def pause(self, mode: PauseMode) -> None:
-        """See `Rollout.pause`."""
-        if self._busy is not None:
-            found = f"version {self._busy} is being pushed"
-            raise Conflict([Problem("pause", found, "no update under way", "wait for it")])
-        if self._barrier.is_fenced:
-            allowed, hint = "a fleet that serves", "push weights: it serves nothing until then"
-            raise Conflict([Problem("pause", "a failed update's fence", allowed, hint)])
-        if mode == "keep":  # who joins must be proven, and who leaves must end what it has
-            await self._scaled("pause")
-        self._barrier.pause(partial=mode == "abort")
-        async with asyncio.timeout(self._settings.timeout_s):
-            if mode == "keep":
-                await self._freeze()
-            else:
-                if mode == "abort":
-                    await asyncio.gather(*(self._end_work(e) for e in self._fleet.working()))
-                await self._barrier.drained()
-        if not self._barrier.paused:
-            raise Conflict([Problem("pause", "resumed meanwhile", "one at a time", "ask again")])
-
-    async def _end_work(self, engine: Engine) -> None:
-        """End what an engine generates, and leave it able to go on; one that dies ends it too."""
-        try:
-            try:
-                await self._abort(engine)
-            finally:
-                async with asyncio.timeout(_ABORTED_TIMEOUT_S):
-                    await engine.resume()
-        except EngineDied as exc:
-            self._fleet.report_death(engine, exc.cause)
-        except LegError as exc:
-            log.warning("%s did not end its work: %s", engine.info.name, exc)
-
-    async def _freeze(self) -> None:
-        """Let all engines stand still with what they have; KV between two is not waited for."""
-        await self._barrier.interrupt_crossings()
-        await self._handoff.settled()
-        for engine in self._fleet.working():
-            await self._unpinned(engine)
-            async with self._stilling:
-                if not self._barrier.paused:  # it was taken back meanwhile
-                    break
-                self._frozen[engine.info.name] = engine
-                with contextlib.suppress(EngineDied):  # the health check sees to it
-                    await engine.pause()
-        await self._thaw()
-
-    async def resume(self) -> None:
-        """See `Rollout.resume`."""
-        # First, so that a pause that is still under way sees it.
-        self._barrier.unpause(updating=self._busy is not None)
-        await self._thaw()
-
-    async def _thaw(self) -> None:
-        """Let the engines go on that a pause kept still, once it is over. A fenced engine may hold
-        anything; and while an update is under way its end sees to it."""
-        async with self._stilling:
-            if self._barrier.paused or self._barrier.is_fenced or self._busy is not None:
-                return
-            frozen, self._frozen = self._frozen, {}
-            await asyncio.gather(*(self._go_on(engine) for engine in frozen.values()))
-
-    def _stays_still(self, engine: Engine) -> bool:
-        return self._barrier.paused and self._frozen.get(engine.info.name) is engine
-
-    async def _go_on(self, engine: Engine) -> None:
-        """Let an engine go on; one that does not is replaced."""
-        limit_s = self._settings.timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await engine.resume()
-        except Exception as exc:  # a wall: whatever it was, it computes nothing
-            cause = str(exc) or f"it did not go on in {limit_s:g} s (weights.timeout_s)"
-            self._fleet.report_death(engine, cause)
+            self.rest.updating = None
+            await self.rest.thaw()  # `resume` may have come meanwhile
 
     async def hold(self) -> dict[str, Engine]:
         """Bring the fleet to rest for an update whose steps somebody else drives; returns the
@@ -350,17 +237,17 @@ class Updater:
             ConfigError: another update is under way.
             WeightUpdateFailed: it did not come to rest; it goes on as it was.
         """
-        await self._scaled()
+        await self.rest.scaled()
         version = self._check_version(None)
-        self._busy = version
+        self.rest.updating = version
         fenced = self._barrier.is_fenced
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 self._barrier.shut(partial=self._settings.in_flight == "abort")
                 if self._settings.in_flight == "drain":
                     await self._barrier.drained()
-                engines = await self._come_to_rest(self._held)
-                await asyncio.gather(*(self._stop(engine) for engine in engines))
+                engines = await self.rest.come_to_rest(self._held)
+                await asyncio.gather(*(self.rest.stop(engine) for engine in engines))
                 if not engines:
                     raise LegError("the fleet", "no engine serves")
         except BaseException as exc:  # nothing has changed yet, whatever it was
@@ -378,11 +265,11 @@ class Updater:
         Raises:
             ConfigError: it is not above the present one.
         """
-        busy, self._busy = self._busy, None
+        busy, self.rest.updating = self.rest.updating, None
         try:
             return self._check_version(version)
         finally:
-            self._busy = busy
+            self.rest.updating = busy
 
     async def release(self, version: int) -> None:
         """Publish what was loaded since `hold`, and let the fleet go on.
@@ -409,7 +296,7 @@ class Updater:
     def give_up(self, cause: str) -> None:
         """End what `hold` began: engines may have anything, and serve nothing until an update
         succeeds."""
-        self._busy = None
+        self.rest.updating = None
         self._held.close()
         self._barrier.fence(cause)
 
@@ -420,30 +307,13 @@ class Updater:
             if fenced:
                 self._barrier.fence("a weight update failed")
                 return
-            engines = [e for e in self._fleet.ready() if not self._stays_still(e)]
-            await asyncio.gather(*(self._go_on(engine) for engine in engines))
-            self._open_membership()
+            engines = [e for e in self._fleet.ready() if not self.rest.stays_still(e)]
+            await asyncio.gather(*(self.rest.go_on(engine) for engine in engines))
+            self.rest.open_membership()
             self._barrier.reopen()
         finally:
-            self._busy = None
-            await self._thaw()  # `resume` may have come meanwhile
-
-    def _let_back_in(self) -> None:
-        """When all engines of a fenced fleet have died, let in those that come back: nobody is left
-        with half of an update."""
-        if self._barrier.is_fenced and not self._fleet.ready():
-            self._open_membership()
-
-    def _open_membership(self) -> None:
-        if self._membership_closed:
-            self._fleet.open_membership()
-            self._membership_closed = False
-
-    async def _stop(self, engine: Engine) -> None:
-        if self._settings.in_flight == "abort":
-            await self._abort(engine)
-        else:
-            await engine.pause()
+            self.rest.updating = None
+            await self.rest.thaw()  # `resume` may have come meanwhile
 
     async def _publish(self, engine: Engine, version: int) -> None:
         if not await engine.reset_prefix_cache(preempt=True):
@@ -470,7 +340,7 @@ class Updater:
 
     def _check_version(self, version: int | None) -> int:
         current = self._fleet.weight_version
-        if self._frozen and self._settings.in_flight == "drain":
+        if self.rest.keeps_still and self._settings.in_flight == "drain":
             hint = "resume first, or set weights.in_flight to keep or abort"
             found = "paused with what is under way kept"
             allowed = "no sample half-way, with weights.in_flight: drain"
@@ -480,9 +350,9 @@ class Updater:
             found = f"{self._settings.transport}, with {', '.join(afar)} on other hosts"
             hint = "use disk or nccl: shared memory ends at the host"
             raise ConfigError([Problem("weights.transport", found, "disk or nccl", hint)])
-        if self._busy is not None:
+        if self.rest.updating is not None:
             hint = "wait for it: one update at a time"
-            found = f"version {self._busy} is being pushed"
+            found = f"version {self.rest.updating} is being pushed"
             raise Conflict([Problem("update_weights", found, "no update under way", hint)])
         if version is None:
             return current + 1
@@ -669,14 +539,14 @@ class Updater:
             # Nor does an engine join: those that it would be proven against are paused.
             self._barrier.fence(_told(update))
             return
-        self._open_membership()
+        self.rest.open_membership()
         self._barrier.reopen()
 
     async def _settle_handles(self, transaction: _Transaction, held: contextlib.ExitStack) -> Event:
         """See that no KV is in flight, hold the membership, and wait for the first weights."""
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                engines = await self._come_to_rest(held)
+                engines = await self.rest.come_to_rest(held)
                 transaction.engines = {engine.info.name: engine for engine in engines}
                 while not transaction.outbox.is_readable:
                     if transaction.writing.done():
@@ -689,29 +559,6 @@ class Updater:
         except Exception as exc:  # a wall: nothing has changed yet, whatever the trainer raised
             return Failed(FLEET, f"{type(exc).__name__}: {exc}")
         return Done(FLEET)
-
-    async def _come_to_rest(self, held: contextlib.ExitStack) -> list[Engine]:
-        """See that no KV is in flight, and that no engine joins; returns those that serve."""
-        if self._settings.in_flight != "drain":
-            await self._barrier.interrupt_crossings()
-        if not self._fleet.ready():
-            await self._fleet.wait_ready(timeout_s=self._settings.timeout_s)
-        if not self._membership_closed:
-            await self._fleet.close_membership()
-            self._membership_closed = True
-        engines = self._fleet.ready()
-        held.enter_context(self._fleet.unwatched(engines))
-        await self._handoff.settled()
-        await asyncio.gather(*(self._unpinned(engine) for engine in engines))
-        return engines
-
-    async def _unpinned(self, engine: Engine) -> None:
-        """Return when no KV of this engine waits for another, or it died."""
-        with contextlib.suppress(EngineDied):
-            while True:
-                if not (await engine.load()).pinned:
-                    return
-                await asyncio.sleep(_POLL_S)
 
     async def _ask(
         self, phase: Phase, who: str, transaction: _Transaction, restoring: bool
@@ -758,23 +605,13 @@ class Updater:
         if transaction.given_up.is_set():
             raise WriterGone("the trainer gave the update up")
 
-    async def _abort(self, engine: Engine) -> None:
-        """End what an engine generates, also what reaches it only now, and see it collected."""
-        end_s = time.monotonic() + _ABORTED_TIMEOUT_S
-        while time.monotonic() < end_s:
-            await engine.pause(abort=True)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_ABORT_AGAIN_S):
-                    await self._barrier.drained()
-                    return
-
     async def _do(
         self, phase: Phase, engine: Engine, transaction: _Transaction, restoring: bool
     ) -> None:
         name = engine.info.name
         match phase:
             case Phase.PAUSE:
-                await self._stop(engine)
+                await self.rest.stop(engine)
             case Phase.LOAD:
                 offer = self._current_offer()
                 if not restoring:
@@ -791,7 +628,7 @@ class Updater:
                 version = self._fleet.weight_version if restoring else transaction.version
                 await engine.set_weight_version(version)
             case Phase.RESUME:
-                if not self._stays_still(engine):
+                if not self.rest.stays_still(engine):
                     await engine.resume()
 
     def _current_offer(self) -> WeightOffer:

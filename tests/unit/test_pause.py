@@ -49,9 +49,9 @@ async def test_an_engine_that_dies_in_a_pause_leaves_no_other_paused() -> None:
         begun = asked(system)
         await asyncio.sleep(0.1)
         system.launcher.faults["decode-0"].die_at = "pause"
-        await asyncio.wait_for(system.updater.pause("abort"), 5)
+        await asyncio.wait_for(system.updater.rest.pause("abort"), 5)
         assert running(system) == {True}
-        await system.updater.resume()
+        await system.updater.rest.resume()
         assert (await asyncio.wait_for(begun, 5)).id == "g0"
         assert (await asyncio.wait_for(asked(system, 1), 5)).is_complete
 
@@ -60,9 +60,9 @@ async def test_a_pause_that_is_taken_back_says_so() -> None:
     async with simulated(latency=SLOW) as system:
         begun = asked(system)
         await asyncio.sleep(0.05)
-        pausing = asyncio.create_task(system.updater.pause("wait"))
+        pausing = asyncio.create_task(system.updater.rest.pause("wait"))
         await asyncio.sleep(0.05)
-        await system.updater.resume()
+        await system.updater.rest.resume()
         assert (await begun).is_complete
         with pytest.raises(ConfigError, match="resumed meanwhile"):
             await pausing
@@ -73,12 +73,12 @@ async def test_resuming_what_is_not_paused_opens_nothing_in_an_update(checkpoint
         barrier = system.dispatcher.barrier
         for pauses in (False, True):
             if pauses:
-                await system.updater.pause("wait")
+                await system.updater.rest.pause("wait")
             update = asyncio.create_task(system.updater.update(weights(3 + pauses)))
-            while system.updater._busy is None:
+            while system.updater.rest.updating is None:
                 await asyncio.sleep(0)
             barrier.shut(partial=False)  # as its first phase does
-            await system.updater.resume()
+            await system.updater.rest.resume()
             assert not barrier._turnstile.is_open
             await update
             assert barrier._turnstile.is_open
@@ -86,13 +86,13 @@ async def test_resuming_what_is_not_paused_opens_nothing_in_an_update(checkpoint
 
 async def test_weights_can_be_pushed_in_a_pause_which_lasts(checkpoint: Path) -> None:
     async with simulated(checkpoint=checkpoint) as system:
-        await system.updater.pause("wait")
+        await system.updater.rest.pause("wait")
         waits = asked(system)
         report = await system.updater.update(weights(3))
         await asyncio.sleep(0.05)
         assert report.version == 1
         assert not waits.done()
-        await system.updater.resume()
+        await system.updater.rest.resume()
         group = await asyncio.wait_for(waits, 5)
         assert {sample.weight_version for sample in group.samples} == {1}
 
@@ -105,8 +105,8 @@ async def test_a_pause_lifts_no_fence(checkpoint: Path) -> None:
             await system.updater.update(weights(3))
         assert system.dispatcher.barrier.is_fenced
         with pytest.raises(ConfigError, match="fence"):
-            await system.updater.pause("abort")
-        await system.updater.resume()
+            await system.updater.rest.pause("abort")
+        await system.updater.rest.resume()
         assert system.dispatcher.barrier.is_fenced
         assert not system.dispatcher.barrier._turnstile.is_open
 
@@ -120,12 +120,12 @@ async def test_a_fenced_fleet_is_not_set_going_by_resuming(checkpoint: Path) -> 
     async with simulated(*options, checkpoint=checkpoint, latency=SLOW) as system:
         begun = asked(system)
         await asyncio.sleep(0.05)
-        await system.updater.pause("keep")
+        await system.updater.rest.pause("keep")
         assert running(system) == {False}
         system.launcher.faults["decode-0"].fail_loads = 5
         with pytest.raises(WeightUpdateFailed):
             await system.updater.update(weights(3))
-        await system.updater.resume()
+        await system.updater.rest.resume()
         assert True not in running(system), "they have half of the weights"
         system.launcher.faults["decode-0"].fail_loads = 0
         await system.updater.update(weights(4))
@@ -137,9 +137,9 @@ async def test_an_engine_that_does_not_go_on_is_replaced() -> None:
     async with simulated("weights.timeout_s=0.3", latency=SLOW) as system:
         begun = asked(system)
         await asyncio.sleep(0.05)
-        await system.updater.pause("keep")
+        await system.updater.rest.pause("keep")
         system.launcher.faults["decode-0"].hang_at = "resume"
-        await asyncio.wait_for(system.updater.resume(), 2)
+        await asyncio.wait_for(system.updater.rest.resume(), 2)
         system.launcher.faults["decode-0"].hang_at = ""
         assert (await asyncio.wait_for(begun, 5)).is_complete
         assert running(system) == {True}
@@ -159,9 +159,9 @@ async def test_a_pause_that_is_taken_back_leaves_no_engine_still(
             return await load()
 
         monkeypatch.setattr(engine, "load", slow_load)
-        pausing = asyncio.create_task(system.updater.pause("keep"))
+        pausing = asyncio.create_task(system.updater.rest.pause("keep"))
         await asyncio.sleep(0.02)
-        await system.updater.resume()
+        await system.updater.rest.resume()
         with pytest.raises(ConfigError, match="resumed meanwhile"):
             await pausing
         assert running(system) == {True}
@@ -172,10 +172,10 @@ async def test_weights_wait_for_no_sample_that_stands_still(checkpoint: Path) ->
     async with simulated(checkpoint=checkpoint, latency=SLOW) as system:
         begun = asked(system)
         await asyncio.sleep(0.05)
-        await system.updater.pause("keep")
+        await system.updater.rest.pause("keep")
         with pytest.raises(Conflict, match="half-way"):
             await system.updater.update(weights(3))
-        await system.updater.resume()
+        await system.updater.rest.resume()
         assert (await asyncio.wait_for(begun, 5)).is_complete
 
 
@@ -189,12 +189,12 @@ async def test_resuming_at_any_moment_leaves_no_engine_still(
         for engine in system.launcher.engines.values():
             for name in ("load", "pause", "resume"):
                 monkeypatch.setattr(engine, name, slowly(getattr(engine, name)))
-        pausing = asyncio.create_task(system.updater.pause("keep"))
+        pausing = asyncio.create_task(system.updater.rest.pause("keep"))
         await asyncio.sleep(delay_s)
-        await system.updater.resume()
+        await system.updater.rest.resume()
         await asyncio.gather(pausing, return_exceptions=True)
         assert running(system) == {True}
-        assert system.updater._frozen == {}
+        assert system.updater.rest._frozen == {}
         assert (await asyncio.wait_for(begun, 5)).is_complete
 
 
@@ -207,14 +207,14 @@ async def test_resuming_while_an_update_ends_leaves_no_engine_still(
         ) as system:
             begun = asked(system)
             await asyncio.sleep(0.05)
-            await system.updater.pause("keep")
+            await system.updater.rest.pause("keep")
             for engine in system.launcher.engines.values():
                 monkeypatch.setattr(engine, "resume", slowly(engine.resume))
                 name = "set_weight_version"
                 monkeypatch.setattr(engine, name, slowly(engine.set_weight_version))
             updating = asyncio.create_task(system.updater.update(weights(3)))
             await asyncio.sleep(0.02 * step)
-            await system.updater.resume()
+            await system.updater.rest.resume()
             await updating
             assert running(system) == {True}
             assert (await asyncio.wait_for(begun, 5)).is_complete

@@ -419,10 +419,10 @@ async def test_a_fleet_that_stands_still_or_is_closed_is_not_scaled() -> None:
     async with simulated("weights.in_flight=keep", latency=SLOW) as system:
         job = asyncio.create_task(system.dispatcher.run(work(1)))
         await asyncio.sleep(0.05)
-        await system.updater.pause("keep")
+        await system.updater.rest.pause("keep")
         with pytest.raises(Conflict, match="resume first"):
             await scale(system, decode=3)
-        await system.updater.resume()
+        await system.updater.rest.resume()
         await asyncio.wait_for(job, 10)
         assert len((await scale(system, decode=3)).joined) == 1
     with pytest.raises(Conflict, match="a closed fleet"):
@@ -435,10 +435,10 @@ async def test_a_pause_that_keeps_what_is_under_way_waits_for_who_joins() -> Non
         launcher.delay_s = 0.3
         scaling = asyncio.create_task(scale(system, decode=3))
         await asyncio.sleep(0.1)
-        await asyncio.wait_for(system.updater.pause("keep"), 5)
+        await asyncio.wait_for(system.updater.rest.pause("keep"), 5)
         assert scaling.done()
         assert len(system.fleet.ready()) == 4
-        await system.updater.resume()
+        await system.updater.rest.resume()
 
 
 async def test_who_cannot_wait_for_the_other_is_told_for_whom() -> None:
@@ -450,10 +450,10 @@ async def test_who_cannot_wait_for_the_other_is_told_for_whom() -> None:
         with pytest.raises(Conflict, match="engines that join or leave"):
             await system.updater.hold()
         await scaling
-        system.updater._busy = 7
+        system.updater.rest.updating = 7
         with pytest.raises(Conflict, match="a weight update that has not ended"):
             await scale(system, timeout_s=0.1, decode=2)
-        system.updater._busy = None
+        system.updater.rest.updating = None
 
 
 @pytest.mark.parametrize("timeout_s", ["x", float("nan"), -1, float("inf")])

@@ -355,9 +355,9 @@ async def test_a_service_that_ends_leaves_no_fleet_at_rest(tiny_model: Path) -> 
     async with front(tiny_model, *NATIVE) as door:
         await ok(door, "/start_weight_update")
         system = door.system
-        busy = system.updater._busy
+        busy = system.updater.rest.updating
     assert busy == 1
-    assert system.updater._busy is None
+    assert system.updater.rest.updating is None
     assert system.dispatcher.barrier.is_fenced
 
 

@@ -8,10 +8,10 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from splitroll.rest import PauseMode
 from splitroll.rollout import Rollout
 from splitroll.serve.metrics import CONTENT_TYPE, Metrics
 from splitroll.serve.refused import Refused
-from splitroll.updater import PauseMode
 
 if TYPE_CHECKING:
     from splitroll.serve.core import FleetCore, FrontEnd
