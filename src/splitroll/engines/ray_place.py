@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -55,7 +56,7 @@ class Place:
             async with asyncio.timeout(_RESERVE_TIMEOUT_S):
                 # Not `ready()`, which starts a worker process on the node to tell.
                 while not await asyncio.to_thread(group.wait, _WAIT_S):
-                    pass
+                    await asyncio.to_thread(_check_alive, spec.name, nodes)
         except (TimeoutError, RayError) as exc:
             place.release()
             why = str(exc) or f"not free within {_RESERVE_TIMEOUT_S:g} s"
@@ -87,6 +88,16 @@ class Place:
         if ray.is_initialized():
             with contextlib.suppress(RayError, ValueError):
                 remove_placement_group(self._group)
+
+
+def _check_alive(engine: str, nodes: Sequence[str]) -> None:
+    """
+    Raises:
+        EngineStartError: one of these nodes is gone: nobody is to wait for it.
+    """
+    gone = {node["NodeID"] for node in ray.nodes() if not node["Alive"]}.intersection(nodes)
+    if gone:
+        raise EngineStartError(engine, f"its node {', '.join(sorted(gone))} is gone")
 
 
 def bundles(spec: EngineSpec) -> tuple[list[Bundle], list[str]]:
