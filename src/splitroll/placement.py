@@ -345,7 +345,8 @@ class _Placing:
 
     def _shares(self, pool: Pool, free: Mapping[str, list[str]]) -> list[Share]:
         """Return an engine's devices: on one node if any has room for it, else whole pipeline
-        stages on several, or equal parts of a stage where no node is as large as one."""
+        stages on several, or parts of a stage, as large as divide it, where no node is as large
+        as one."""
         nodes = self._allowed(pool)
         size = pool.world_size
         fits = [node for node in nodes if len(free[node.id]) >= size]
