@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from splitroll import BlockingRollout, Rollout, SamplingParams
@@ -112,6 +113,16 @@ def test_engines_run_at_our_own_priority(split_rollout: Rollout) -> None:
     pids = [pid for engine in split_rollout.fleet.ready() for pid in engine.info.pids]
     ours = os.getpriority(os.PRIO_PROCESS, 0)
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {ours}
+
+
+def test_the_resource_trackers_are_outside_the_groups_that_ray_kills(
+    split_rollout: Rollout,
+) -> None:
+    for engine in split_rollout.fleet.ready():
+        actor = psutil.Process(engine.info.pids[0])
+        trackers = [p.pid for p in actor.children() if "tracker import main" in str(p.cmdline())]
+        assert len(trackers) == 1
+        assert os.getpgid(trackers[0]) == trackers[0] != os.getpgid(actor.pid)
 
 
 def test_all_listens_on_loopback_and_is_known(split_rollout: Rollout) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from splitroll.engines import tracker
 from splitroll.engines.arguments import EngineArguments
 from splitroll.engines.process import ACTOR_ENV
 from splitroll.engines.protocol import (
@@ -50,6 +51,7 @@ class EngineActor:
     """The actor's side: delegates to a VllmEngine in its own process."""
 
     def __init__(self, arguments: EngineArguments, log_path: str) -> None:
+        tracker.start_apart()
         self._arguments = arguments
         self._log_path = log_path
         _keep_files_in(Path(log_path).parent)

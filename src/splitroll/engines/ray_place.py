@@ -23,8 +23,8 @@ _RESERVE_TIMEOUT_S = 60.0
 _WAIT_S = 1.0
 _NODE_LABEL = "ray.io/node-id"
 _LEAVE_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
-"""vLLM's processes end with their parents by themselves. Python's resource tracker must outlive
-them all: it removes the shared memory and the semaphores of those that died."""
+"""vLLM's processes end with their parents by themselves; Python's resource tracker must outlive
+them all (`tracker`)."""
 _A_LITTLE = {"memory": 1024}
 """A bundle must ask for something; threads and cores are placed by us."""
 
