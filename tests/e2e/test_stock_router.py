@@ -71,8 +71,8 @@ async def asked_of_one_server(rollout: Rollout, prompt: Prompt) -> tuple[int, ..
         engine.info, server.url, [], client, rollout.facts.name, rollout.tokenizer.decode
     )
     work = rollout.plan([prompt], n=1, sampling=GREEDY)[0]
-    request = rollout.dispatcher._request(
-        rollout.dispatcher._segment(rollout.dispatcher._accept(work), 0), work
+    request = rollout.dispatcher._courier._request(
+        rollout.dispatcher._courier._segment(rollout.dispatcher._accept(work), 0), work
     )
     try:
         events = [event async for event in alone.decode(replace(request, cache_salt="alone"))]
