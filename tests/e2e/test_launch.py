@@ -25,7 +25,7 @@ from splitroll.types import Group
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
 ROUNDS = int(os.environ.get("SPLITROLL_ROUNDS", "2"))
-"""Of starting many engines at once; 20 take half an hour."""
+"""Of starting many engines at once; 20 take a quarter of an hour."""
 LISTEN = "0A"
 """The state's number in /proc/net/tcp."""
 ONE_EACH = "disaggregation.decode_replicas=1"
