@@ -141,7 +141,8 @@ async def simulated(
             fleet_id="simulated",
         )
         try:
-            scaler = Scaler(config, fleet, dispatcher, updater.rest, launcher.place_more)
+            place_more, check_copy = launcher.place_more, updater.check_copy
+            scaler = Scaler(config, fleet, dispatcher, updater.rest, place_more, check_copy)
             yield SimulatedSystem(fleet, handoff, dispatcher, launcher, updater, scaler)
         finally:
             await updater.close()

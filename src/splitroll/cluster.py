@@ -297,8 +297,9 @@ class RayLauncher:
 
     async def _free_nodes(self, present: Sequence[EngineSpec]) -> list[Node]:
         """Return what nodes have that neither is taken nor will be by engines that are to start."""
-        nodes = await take_inventory(wants_gpus=self._on_gpu, all_must_answer=False)
+        # First: a place that is reserved meanwhile may not be in the inventory yet.
         held = {name for name, place in self._places.items() if place.is_held}
+        nodes = await take_inventory(wants_gpus=self._on_gpu, all_must_answer=False)
         return less(nodes, [spec for spec in present if spec.name not in held])
 
     def _check_reach(self, found: Sequence[EngineSpec], present: Sequence[EngineSpec]) -> None:

@@ -2,7 +2,8 @@
 
 Invariants:
 - what a pause keeps still stands still until the pause is over, whatever updates come and go;
-- at rest, no KV is in flight between engines, and no engine joins.
+- at rest, no KV is in flight between engines, and no engine joins;
+- where neither a pause, nor an update, nor a fence holds the fleet up, it serves.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ PauseMode = Literal["wait", "abort", "keep"]
 """What a pause does to samples under way: waits for them, ends them as they are, or lets them stand
 still until the fleet goes on."""
 
+_KEEP, _UPDATE = "keep", "update"
 _POLL_S = 0.002
 _IDLE_POLL_S = 0.05
 _ABORTED_TIMEOUT_S = 2.0
@@ -45,7 +47,10 @@ class Rest:
         self._barrier = barrier
         self._handoff = handoff
         self._settings = settings
-        self._membership_closed = False
+        self._closed_for: set[object] = set()
+        """Why no engine joins."""
+        self._closing = asyncio.Lock()
+        self._keeps = False
         self._stilling = asyncio.Lock()
         self._frozen: dict[str, Engine] = {}
         """Engines by name that a pause keeps still, with what they have."""
@@ -62,26 +67,27 @@ class Rest:
             allowed, hint = "a fleet that serves", "push weights: it serves nothing until then"
             raise Conflict([Problem("pause", "a failed update's fence", allowed, hint)])
         self._barrier.pause(partial=mode == "abort")
+        self._keeps |= mode == "keep"
         async with asyncio.timeout(self._settings.timeout_s):
             if mode == "keep":
                 await self._freeze()
             else:
+                await self._unfreeze()  # what an earlier pause kept
                 if mode == "abort":
-                    await asyncio.gather(*(self._end_work(e) for e in self._fleet.working()))
+                    await self._end_all_work()
                 await self._barrier.drained()
         if not self._barrier.paused:
             raise Conflict([Problem("pause", "resumed meanwhile", "one at a time", "ask again")])
 
     async def resume(self) -> None:
         """See `Rollout.resume`."""
-        # First, so that a pause that is still under way sees it.
-        self._barrier.unpause(updating=self.updating is not None)
+        self._barrier.paused = False  # first, so that a pause that is still under way sees it
         await self.thaw()
 
     @property
     def keeps_still(self) -> bool:
-        """Whether a pause keeps engines still with what they have."""
-        return bool(self._frozen)
+        """Whether a pause keeps engines still with what they have, or is about to."""
+        return self._keeps
 
     async def idle(self) -> None:
         """Wait until no update is under way."""
@@ -107,18 +113,31 @@ class Rest:
             raise Conflict([problem]) from None
 
     async def _freeze(self) -> None:
-        """Let all engines stand still with what they have; KV between two is not waited for."""
-        await self._barrier.interrupt_crossings()
-        await self._handoff.settled()
-        for engine in self._fleet.working():
-            await self._unpinned(engine)
-            async with self._stilling:
-                if not self._barrier.paused:  # it was taken back meanwhile
-                    break
-                self._frozen[engine.info.name] = engine
-                with contextlib.suppress(EngineDied):  # the health check sees to it
-                    await engine.pause()
-        await self.thaw()
+        """Let all engines stand still with what they have; KV between two is not waited for. No
+        engine joins meanwhile: nothing can be proven with one that stands still."""
+        try:
+            await self._close_membership(_KEEP)
+            await self._barrier.interrupt_crossings()
+            await self._handoff.settled()
+            for engine in self._fleet.working():
+                await self._unpinned(engine)
+                async with self._stilling:
+                    if not self._barrier.paused:  # it was taken back meanwhile
+                        break
+                    self._frozen[engine.info.name] = engine
+                    with contextlib.suppress(EngineDied):  # the health check sees to it
+                        await engine.pause()
+        finally:
+            await self.thaw()
+
+    async def _end_all_work(self) -> None:
+        """End what all engines generate; a proof under way, which would end too, goes first."""
+        why = object()
+        await self._close_membership(why)
+        try:
+            await asyncio.gather(*(self._end_work(e) for e in self._fleet.working()))
+        finally:
+            self._open_membership(why)
 
     async def _end_work(self, engine: Engine) -> None:
         """End what an engine generates, and leave it able to go on; one that dies ends it too."""
@@ -126,20 +145,29 @@ class Rest:
             try:
                 await self._abort(engine)
             finally:
-                async with asyncio.timeout(_ABORTED_TIMEOUT_S):
-                    await engine.resume()
+                await self.go_on(engine)
         except EngineDied as exc:
             self._fleet.report_death(engine, exc.cause)
         except LegError as exc:
             log.warning("%s did not end its work: %s", engine.info.name, exc)
 
     async def thaw(self) -> None:
-        """Let the engines go on that a pause kept still, once it is over. A fenced engine may hold
-        anything; and while an update is under way its end sees to it."""
+        """Let the fleet go on once neither a pause, nor an update, nor a fence holds it up; the end
+        of each asks for this."""
+        if not self._is_held_up:
+            await self._unfreeze()
+        if not self._is_held_up:
+            self._barrier.reopen()
+
+    @property
+    def _is_held_up(self) -> bool:
+        return self._barrier.paused or self._barrier.is_fenced or self.updating is not None
+
+    async def _unfreeze(self) -> None:
+        """Let the engines go on that a pause keeps still."""
         async with self._stilling:
-            if self._barrier.paused or self._barrier.is_fenced or self.updating is not None:
-                return
-            frozen, self._frozen = self._frozen, {}
+            frozen, self._frozen, self._keeps = self._frozen, {}, False
+            self._open_membership(_KEEP)
             await asyncio.gather(*(self.go_on(engine) for engine in frozen.values()))
 
     def stays_still(self, engine: Engine) -> bool:
@@ -152,9 +180,7 @@ class Rest:
             await self._barrier.interrupt_crossings()
         if not self._fleet.ready():
             await self._fleet.wait_ready(timeout_s=self._settings.timeout_s)
-        if not self._membership_closed:
-            await self._fleet.close_membership()
-            self._membership_closed = True
+        await self._close_membership(_UPDATE)
         engines = self._fleet.ready()
         held.enter_context(self._fleet.unwatched(engines))
         await self._handoff.settled()
@@ -197,13 +223,26 @@ class Rest:
             self._fleet.report_death(engine, cause)
 
     def open_membership(self) -> None:
-        """Let engines join again."""
-        if self._membership_closed:
-            self._fleet.open_membership()
-            self._membership_closed = False
+        """Let engines join again after an update."""
+        self._open_membership(_UPDATE)
+
+    async def _close_membership(self, why: object) -> None:
+        """Return when no engine is joining; none joins until all reasons are taken back."""
+        async with self._closing:
+            if not self._closed_for:
+                await self._fleet.close_membership()
+            self._closed_for.add(why)
+
+    def _open_membership(self, why: object) -> None:
+        if why in self._closed_for:
+            self._closed_for.remove(why)
+            if not self._closed_for:
+                self._fleet.open_membership()
 
     def _let_back_in(self) -> None:
-        """When all engines of a fenced fleet have died, let in those that come back: nobody is left
-        with half of an update."""
+        """When all engines have died, let in those that come back: nobody is left that stands
+        still, or with half of an update."""
+        if not self._fleet.working():
+            self._open_membership(_KEEP)
         if self._barrier.is_fenced and not self._fleet.ready():
             self.open_membership()

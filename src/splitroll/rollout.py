@@ -174,7 +174,14 @@ class Rollout:
                                 await stack.enter_async_context(watching)
                             scaler = None
                             if (place_more := launching.place_more) is not None:
-                                scaler = Scaler(config, fleet, dispatcher, updater.rest, place_more)
+                                scaler = Scaler(
+                                    config,
+                                    fleet,
+                                    dispatcher,
+                                    updater.rest,
+                                    place_more,
+                                    updater.check_copy,
+                                )
                             yield cls(config, facts, fleet, dispatcher, updater, handoff, scaler)
                     finally:
                         await updater.close()

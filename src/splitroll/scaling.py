@@ -87,12 +87,14 @@ class Scaler:
         dispatcher: Dispatcher,
         rest: Rest,
         place_more: PlaceMore,
+        check_copy: Callable[[], None],
     ) -> None:
         self._rest = rest
         self._config = config
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._place_more = place_more
+        self._check_copy = check_copy
         self._changing = asyncio.Lock()
 
     async def scale(self, wanted: Mapping[Role, int], timeout_s: float) -> ScaleReport:
@@ -112,19 +114,27 @@ class Scaler:
             specs: list[EngineSpec] = []
             leaving: list[str] = []
             async with self._fleet.placing:
-                present = [member.spec for member in self._fleet.members.values()]
+                members_now = self._fleet.members.values()
+                present = [m.spec for m in members_now if m.state is not MemberState.FAILED]
+                taken = {*self._fleet.departed, *self._fleet.members}
                 for role, count in wanted.items():
                     members = self._members(role)
                     for path, more in self._lacking(role, count - len(members)).items():
                         pool, beside = pool_of(self._config, path), [*present, *specs]
-                        specs += await self._place_more(pool, more, beside, self._fleet.departed)
+                        specs += await self._place_more(pool, more, beside, taken)
                     leaving += [member.spec.name for member in members[count:]]
                     leaving += [member.spec.name for member in self._given_up(role)]
+                if specs:
+                    self._check_copy()
                 for spec in specs:
                     self._fleet.admit(spec)
             # First those that join, so that there is room for what the others leave behind.
             joining = [self._join(spec) for spec in specs]
-            joined = await asyncio.gather(*joining, return_exceptions=True)
+            try:
+                joined = await asyncio.gather(*joining, return_exceptions=True)
+            finally:
+                for spec in specs:  # of a task that is cancelled before it begins, nothing runs
+                    self._fleet.dismiss(spec.name)
             for outcome in joined:
                 if isinstance(outcome, BaseException):
                     raise outcome
@@ -220,7 +230,7 @@ class Scaler:
             self._fleet.put_back(name)
             raise
         took_s = time.monotonic() - begun_s
-        await asyncio.shield(self._fleet.part(name))
+        await self._fleet.part(name)
         return Left(name, took_s, drained)
 
     async def _drained(self, name: str, engine: Engine, timeout_s: float) -> bool:

@@ -176,6 +176,7 @@ class Updater:
         self.rest = Rest(fleet, dispatcher.barrier, handoff, settings)
         self._transaction: _Transaction | None = None
         self._held = contextlib.ExitStack()
+        self._letting_go: asyncio.Task[None] | None = None
         fleet.on_join(self._bring)
 
     async def update(
@@ -301,7 +302,12 @@ class Updater:
         self._barrier.fence(cause)
 
     async def _let_go_on(self, *, fenced: bool) -> None:
-        """End what `hold` began; nobody else begins an update before all is as it was."""
+        """End what `hold` began, also when we are cancelled; nobody else begins an update before
+        all is as it was."""
+        self._letting_go = asyncio.create_task(self._let_all_go_on(fenced))
+        await asyncio.shield(self._letting_go)
+
+    async def _let_all_go_on(self, fenced: bool) -> None:
         try:
             self._held.close()
             if fenced:
@@ -647,6 +653,18 @@ class Updater:
             )
         names = tuple(spec.name for spec in self._manifest())
         return WeightOffer(folder=self._checkpoint, names=names)
+
+    def check_copy(self) -> None:
+        """
+        Raises:
+            Conflict: an engine that joins could not be brought to the version that is served.
+        """
+        try:
+            if self._fleet.weight_version:
+                self._current_offer()
+        except LookupError as exc:
+            allowed, hint = "weights that who joins can load", "set weights.path, and push again"
+            raise Conflict([Problem("scale", str(exc), allowed, hint)]) from exc
 
     async def _bring(self, engine: Engine) -> None:
         """Bring a restarted engine to the version that the fleet serves, before it is proven."""

@@ -527,6 +527,24 @@ async def test_a_leader_loads_a_handle_and_hands_out_another(pair: Pair) -> None
     assert first.token_ids + second.token_ids == whole.token_ids
 
 
+async def test_a_leader_that_loaded_a_handle_and_is_preempted_goes_on(pair: Pair) -> None:
+    """As when KV runs out, and as in a weight update that keeps what is under way."""
+    prompt = pair.prompt(2 * pair.block + 3)
+    whole = await pair.run(pair.request(prompt, tokens(60), salt=f"{pair.salt}-w"))
+    kv = (await pair.hand_out(prompt)).kv
+    request = pair.request(prompt, tokens(60), kv=kv, hands_out=True)
+    async with asyncio.timeout(30), contextlib.aclosing(pair.decode.decode(request)) as events:
+        assert isinstance(await anext(events), FirstToken)
+        await pair.decode.pause()
+        assert await pair.decode.reset_prefix_cache(preempt=True)
+        await pair.decode.resume()
+        output = [event async for event in events][-1]
+    assert isinstance(output, DecodeOutput)
+    assert output.token_ids == whole.token_ids
+    assert output.kv is not None
+    await pair.prefill.release(f"r{next(_ids)}", pair.backend.decode_params(output.kv))
+
+
 async def test_a_sample_that_ends_by_itself_hands_out_nothing(pair: Pair) -> None:
     prompt = pair.prompt(pair.block + 3)
     whole = await pair.run(pair.request(prompt, tokens(8), salt=f"{pair.salt}-w"))

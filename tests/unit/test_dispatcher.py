@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +16,7 @@ from conftest import SimulatedSystem, simulated
 from splitroll.dispatch.assembly import GroupWork
 from splitroll.dispatch.prefix import block_hashes
 from splitroll.engines.simulated import LatencyModel, SimulatedLauncher
-from splitroll.errors import GroupFailed, InvalidRequest
+from splitroll.errors import GroupFailed, InvalidRequest, LegError
 from splitroll.types import Group, Prompt, Role, RouteKind, SamplingParams
 
 SLOW = LatencyModel(step_s=0.004)
@@ -360,3 +362,23 @@ async def test_the_times_of_a_sample_in_segments_are_not_longer_than_it_took() -
         took = time.monotonic() - begun
         (sample,) = group.samples
         assert 0.5 * took < sum(dataclasses.astuple(sample.timing)) <= took
+
+
+async def test_a_stopped_group_comes_back_though_an_abort_fails() -> None:
+    async with simulated(latency=LatencyModel(step_s=0.01)) as system:
+        stop, failures = asyncio.Event(), []
+        for engine in system.launcher.engines.values():
+
+            async def abort(ids: Sequence[str], abort: Callable[..., Any] = engine.abort) -> None:
+                if not failures:
+                    failures.append(ids)
+                    raise LegError("x", "a call of Ray's failed")
+                await abort(ids)
+
+            engine.abort = abort  # type: ignore[method-assign]
+        running = asyncio.create_task(system.dispatcher.run(work(max_tokens=400), stop))
+        await asyncio.sleep(0.3)
+        stop.set()
+        group = await asyncio.wait_for(running, 5)
+        assert failures
+        assert {sample.finish_reason for sample in group.samples} == {"abort"}

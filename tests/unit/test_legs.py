@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import pytest
 
 from splitroll.config.schema import Disaggregation
-from splitroll.engines.protocol import DecodeRequest
+from splitroll.engines.protocol import DecodeRequest, KvParams, PrefillOutput, PrefillRequest
 from splitroll.engines.simulated import Fabric, Faults, LatencyModel, SimulatedEngine
 from splitroll.errors import HandleRefused, InvalidRequest, KvLoadFailed, LegError, LegTimeout
 from splitroll.handoff.backend import make_backend
@@ -267,3 +268,59 @@ async def test_a_clean_up_that_fails_is_counted_and_one_that_hangs_is_ended() ->
     cleanup.spawn("hangs", asyncio.sleep(60))
     await asyncio.wait_for(cleanup.drain(), 2)
     assert cleanup.failures == 2
+
+
+async def failing(request_ids: Sequence[str]) -> None:
+    raise LegError("x", "a call of Ray's failed")
+
+
+async def test_an_abort_that_fails_settles_the_handle_all_the_same() -> None:
+    async with pair(LatencyModel(pull_s=5.0)) as p:
+        settled = []
+        handle = await p.handoff.prefill(p.prefill, "x", PROMPT)
+        handle.when_settled(lambda: settled.append(True))
+        p.decode.abort = failing  # type: ignore[method-assign]
+        await p.handoff.decode(p.decode, handle, requests(3), weight_version=0)
+        await p.cleanup.drain()
+        assert settled == [True]
+
+
+async def test_an_abort_that_fails_loses_no_handle_of_a_late_prefill() -> None:
+    async with pair() as p:
+        prefill = p.prefill.prefill
+
+        async def late(request: PrefillRequest) -> PrefillOutput:
+            await asyncio.sleep(0.7)
+            return await prefill(request)
+
+        p.prefill.prefill = late  # type: ignore[method-assign]
+        p.prefill.abort = failing  # type: ignore[method-assign]
+        with pytest.raises(LegTimeout):
+            await p.handoff.prefill(p.prefill, "x", PROMPT)
+        assert await p.held() == (0, 0)
+        assert p.handoff.cancelled == 1
+
+
+async def test_a_handle_is_given_back_on_another_engine_where_the_first_fails() -> None:
+    async with pair() as p:
+        other = SimulatedEngine("d2", Role.DECODE, p.prefill._fabric, engine_id="d2-0")
+        await other.start()
+
+        async def release(request_id: str, params: KvParams) -> None:
+            raise LegError("d", "a call of Ray's failed")
+
+        p.decode.release = release  # type: ignore[method-assign]
+        p.handoff._decoders = lambda: [p.decode, other]
+        p.handoff.give_back(await p.handoff.prefill(p.prefill, "x", PROMPT))
+        assert await p.held() == (0, 0)
+        assert p.cleanup.failures == 0
+
+
+async def test_the_limit_of_a_sample_counts_from_its_first_token_also_in_a_stream() -> None:
+    async with pair(LatencyModel(step_s=0.1)) as p:
+        (request,) = requests(1, 40)
+        streamed = [replace(request, stream=True)]
+        begun_s = p.clock()
+        result = await p.handoff.decode(p.decode, None, streamed, weight_version=0)
+        assert [type(error) for error in result.errors] == [LegTimeout]
+        assert p.clock() - begun_s < 2.5

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from conftest import SimulatedSystem, simulated
 from splitroll.dispatch.assembly import GroupWork
 from splitroll.engines.protocol import EngineLoad
 from splitroll.engines.simulated import LatencyModel
-from splitroll.errors import ConfigError, Conflict, WeightUpdateFailed
+from splitroll.errors import ConfigError, Conflict, LegError, WeightUpdateFailed
+from splitroll.fleet.fleet import MemberState
+from splitroll.rest import PauseMode
 from splitroll.types import Group, Prompt, SamplingParams
 
 SLOW = LatencyModel(step_s=0.004)
@@ -226,3 +229,133 @@ def slowly(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]
         return await call(*args, **options)
 
     return slow
+
+
+async def test_resuming_at_any_moment_of_an_update_leaves_the_fleet_open(checkpoint: Path) -> None:
+    def slow_and_wrong() -> Iterator[tuple[str, torch.Tensor]]:
+        time.sleep(0.3)
+        yield "w0", torch.zeros(3)
+
+    async with simulated(checkpoint=checkpoint) as system:
+        await system.updater.rest.pause("wait")
+        updating = asyncio.create_task(system.updater.update(slow_and_wrong()))
+        await asyncio.sleep(0.1)
+        await system.updater.rest.resume()
+        with pytest.raises(ConfigError):
+            await updating
+        assert (await asyncio.wait_for(asked(system), 5)).is_complete
+
+        await system.updater.rest.pause("wait")
+        updating = asyncio.create_task(system.updater.update(weights(3)))
+        while system.fleet.weight_version == 0:
+            await asyncio.sleep(0)
+        assert system.updater.rest.updating is not None
+        await system.updater.rest.resume()
+        await updating
+        assert (await asyncio.wait_for(asked(system, 1), 5)).is_complete
+
+
+@pytest.mark.parametrize("fault", [LegError("decode-0", "a call of Ray's failed"), 2.5])
+async def test_an_engine_that_does_not_go_on_after_a_pause_is_waited_for_or_replaced(
+    fault: LegError | float,
+) -> None:
+    overrides = ("disaggregation.decode_replicas=1", "limits.health_timeout_s=30.0")
+    async with simulated(*overrides, latency=SLOW) as system:
+        engine = system.launcher.engines["decode-0"]
+        resume = engine.resume
+
+        async def resume_badly() -> None:
+            engine.resume = resume  # type: ignore[method-assign]
+            if isinstance(fault, LegError):
+                raise fault
+            await asyncio.sleep(fault)
+            await resume()
+
+        engine.resume = resume_badly  # type: ignore[method-assign]
+        begun = asked(system)
+        await asyncio.sleep(0.1)
+        await system.updater.rest.pause("abort")
+        await asyncio.wait_for(begun, 5)
+        await system.updater.rest.resume()
+        assert (await asyncio.wait_for(asked(system, 1), 5)).is_complete
+
+
+async def test_an_engine_that_dies_while_others_stand_still_is_not_given_up() -> None:
+    overrides = ("limits.max_restarts=1", "limits.start_timeout_s=0.5")
+    async with simulated(*overrides, latency=SLOW) as system:
+        begun = asked(system)
+        await asyncio.sleep(0.1)
+        await system.updater.rest.pause("keep")
+        engine = system.launcher.engines["decode-1"]
+        engine.kill()
+        system.fleet.report_death(engine, "killed by a test")
+        await asyncio.sleep(2)  # as long as several proofs would have
+        assert system.fleet.members["decode-1"].state is MemberState.RESTARTING
+        await system.updater.rest.resume()
+        assert (await asyncio.wait_for(begun, 5)).is_complete
+        assert await system.fleet.wait_ready(timeout_s=5)
+        async with asyncio.timeout(5):
+            while len(system.fleet.ready()) < 3:
+                await asyncio.sleep(0.02)
+
+
+async def test_engines_that_all_die_while_they_stand_still_come_back() -> None:
+    async with simulated("limits.max_restarts=9", latency=SLOW) as system:
+        await system.updater.rest.pause("keep")
+        for engine in list(system.launcher.engines.values()):
+            engine.kill()
+            system.fleet.report_death(engine, "killed by a test")
+        async with asyncio.timeout(10):
+            while len(system.fleet.ready()) < 3:
+                await asyncio.sleep(0.02)
+        await system.updater.rest.resume()
+        assert (await asyncio.wait_for(asked(system), 5)).is_complete
+
+
+async def test_what_is_about_to_stand_still_takes_no_update_that_would_drain_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with simulated(checkpoint=checkpoint, latency=SLOW) as system:
+        begun = asked(system)
+        await asyncio.sleep(0.05)
+        monkeypatch.setattr(system.handoff, "settled", slowly(system.handoff.settled))
+        pausing = asyncio.create_task(system.updater.rest.pause("keep"))
+        await asyncio.sleep(0.01)
+        with pytest.raises(Conflict, match="resume first"):
+            await system.updater.update(weights(2))
+        await pausing
+        await system.updater.rest.resume()
+        assert (await asyncio.wait_for(begun, 5)).is_complete
+
+
+@pytest.mark.parametrize("second", ["abort", "wait"])
+async def test_a_second_pause_of_another_kind_takes_over(second: PauseMode) -> None:
+    async with simulated(latency=SLOW) as system:
+        begun = asked(system)
+        await asyncio.sleep(0.05)
+        await system.updater.rest.pause("keep")
+        await asyncio.wait_for(system.updater.rest.pause(second), 5)
+        samples = (await asyncio.wait_for(begun, 1)).samples
+        assert ({s.finish_reason for s in samples} == {"abort"}) is (second == "abort")
+        assert not system.updater.rest.keeps_still
+        await system.updater.rest.resume()
+        assert (await asyncio.wait_for(asked(system, 1), 5)).is_complete
+
+
+async def test_a_hold_that_is_cancelled_twice_lets_the_fleet_go_on(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with simulated("weights.in_flight=keep", checkpoint=checkpoint, latency=SLOW) as system:
+        begun = asked(system)
+        await asyncio.sleep(0.05)
+        for engine in system.launcher.engines.values():
+            monkeypatch.setattr(engine, "resume", slowly(engine.resume))
+            monkeypatch.setattr(engine, "pause", slowly(engine.pause))
+        holding = asyncio.create_task(system.updater.hold())
+        await asyncio.sleep(0.02)
+        holding.cancel()
+        await asyncio.sleep(0.01)
+        holding.cancel()
+        await asyncio.gather(holding, return_exceptions=True)
+        assert (await asyncio.wait_for(begun, 5)).is_complete
+        assert (await system.updater.update(weights(2))).version == 1

@@ -509,3 +509,72 @@ async def test_an_engine_is_added_to_the_group_that_lacks_one() -> None:
         await scale(system, decode=3)
         found = {m.spec.name: m.spec.tensor_parallel_size for m in system.fleet.members.values()}
         assert found == {"prefill-0": 1, "decode-1": 1, "decode-2": 2, "decode-3": 1}
+
+
+async def test_a_pause_that_aborts_lets_a_proof_end_first() -> None:
+    for delay_s in (0.0, 0.01, 0.03):
+        latency = LatencyModel(step_s=0.01)
+        async with simulated("disaggregation.decode_replicas=1", latency=latency) as system:
+            scaling = asyncio.create_task(scale(system, decode=2))
+            while "decode-1" not in system.launcher.engines:
+                await asyncio.sleep(0)
+            await asyncio.sleep(delay_s)
+            await system.updater.rest.pause("abort")
+            await system.updater.rest.resume()
+            assert [one.name for one in (await scaling).joined] == ["decode-1"]
+
+
+async def test_a_scale_cancelled_before_it_launches_leaves_no_member_behind() -> None:
+    async with simulated() as system:
+        scaling = asyncio.create_task(scale(system, decode=3))
+        while "decode-2" not in system.fleet.members:
+            await asyncio.sleep(0)
+        scaling.cancel()
+        await asyncio.gather(scaling, return_exceptions=True)
+        assert set(system.fleet.members) == {"prefill-0", "decode-0", "decode-1"}
+
+
+async def test_who_is_put_back_is_proven_with_those_that_joined_meanwhile() -> None:
+    latency = LatencyModel(step_s=0.02)
+    async with simulated("limits.sample_timeout_s=20.0", latency=latency) as system:
+        jobs = [asyncio.create_task(system.dispatcher.run(work(i, 200))) for i in range(4)]
+        while not (await system.launcher.engines["decode-1"].load()).running:
+            await asyncio.sleep(0.005)
+        scaling = asyncio.create_task(scale(system, decode=1))
+        while system.fleet.members["decode-1"].state is not MemberState.LEAVING:
+            await asyncio.sleep(0)
+        prefill = system.launcher.engines["prefill-0"]
+        prefill.kill()
+        system.fleet.report_death(prefill, "killed by a test")
+        async with asyncio.timeout(10):
+            while system.fleet.members["prefill-0"].state is not MemberState.READY:
+                await asyncio.sleep(0.01)
+        scaling.cancel()
+        await asyncio.gather(scaling, return_exceptions=True)
+        assert "decode-1" not in names(system)
+        async with asyncio.timeout(10):
+            while "decode-1" not in names(system):
+                await asyncio.sleep(0.01)
+        pairs = [(proof.prefill, proof.decode) for proof in system.fleet.proofs]
+        assert ("prefill-0", "decode-1") in pairs
+        await asyncio.wait_for(asyncio.gather(*jobs), 20)
+
+
+async def test_who_could_not_be_brought_to_the_weights_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {"w": torch.zeros(8, 8)}
+    save_file(weights, tmp_path / "model.safetensors")
+    async with simulated("weights.timeout_s=0.5", checkpoint=tmp_path) as system:
+        await system.updater.update({"w": torch.ones(8, 8)})
+        system.launcher.faults["decode-2"] = Faults(hang_at="load")
+        with pytest.raises(EngineStartError, match="did not load weight version 1"):
+            await scale(system, decode=3)
+        transport = system.updater._transport
+        assert transport is not None
+        monkeypatch.setattr(transport, "current", lambda: None)  # as nccl without weights.path
+        launched = set(system.launcher.engines)
+        with pytest.raises(Conflict, match=r"keeps no copy of version 1.*weights\.path"):
+            await scale(system, decode=3)
+        assert set(system.launcher.engines) == launched
+        assert (await scale(system, decode=1)).joined == ()

@@ -20,7 +20,7 @@ class Barrier:
     Attributes:
         partial_ok: an update has ended samples early; such may still come in when it is over.
         ending_early: samples are being ended as they are.
-        paused: nothing is let in, updates or not, until `unpause`.
+        paused: nothing is let in, updates or not; whoever unsets it reopens, see `Rest.thaw`.
     """
 
     def __init__(self, recovery_timeout_s: float) -> None:
@@ -107,17 +107,9 @@ class Barrier:
             self._turnstile.open()
 
     def pause(self, *, partial: bool) -> None:
-        """Let nothing begin until `unpause`; see `shut`. Not while there is a fence."""
+        """Let nothing begin while `paused`; see `shut`. Not while there is a fence."""
         self.paused = True
         self.shut(partial=partial)
-
-    def unpause(self, *, updating: bool) -> None:
-        """End a pause; an update that is under way lets in what waits at its own end."""
-        if not self.paused:
-            return
-        self.paused = False
-        if not updating and self._fence is None:
-            self.reopen()
 
     def check_fence(self) -> None:
         """

@@ -428,6 +428,8 @@ class Courier:
                 )
             finally:
                 arrived()
+                for request_id in indices:  # also of those that were cancelled before they began
+                    running.pop(request_id, None)
             self._note_leg(result, source, engine, requests[indices[leader]], progress)
 
     def _note_output(

@@ -26,7 +26,7 @@ from splitroll.dispatch.courier import Courier
 from splitroll.dispatch.gate import WeightedGate
 from splitroll.dispatch.ledger import DispatchStats, Ledger
 from splitroll.dispatch.progress import Listener, Progress, ended_early
-from splitroll.errors import EngineDied, GroupFailed, InvalidRequest, Problem
+from splitroll.errors import GroupFailed, InvalidRequest, Problem, SplitrollError
 from splitroll.fleet.fleet import Fleet
 from splitroll.handoff.legs import Handoff
 from splitroll.types import Group, Prompt, Role, Sample
@@ -177,7 +177,7 @@ class Dispatcher:
                     completing.cancel()  # it waits, or KV is on its way: nothing has begun
                 for engine in {engine for engine, _ in running.values()}:
                     mine = [i for i, (where, _) in running.items() if where is engine]
-                    with contextlib.suppress(EngineDied):
+                    with contextlib.suppress(SplitrollError):  # it is asked again
                         await engine.abort(mine)
                 await asyncio.wait([completing], timeout=_STOP_POLL_S)
             if not completing.cancelled():

@@ -13,7 +13,7 @@ from splitroll.dispatch.allocator import Allocator, Piece
 from splitroll.dispatch.assembly import GroupWork, Leg, assemble, can_segment
 from splitroll.dispatch.books import DecodeTicket, PrefillTicket
 from splitroll.engines.protocol import DecodeOutput, Engine, Tokens
-from splitroll.errors import EngineDied, InvalidRequest
+from splitroll.errors import InvalidRequest, SplitrollError
 from splitroll.handoff.handle import KvHandle
 from splitroll.handoff.legs import NOTHING_YET, DecodeResult
 from splitroll.types import RouteKind, Sample, version_spans
@@ -45,7 +45,7 @@ class Listener:
         self.dropped.add(index)
         for request_id, (engine, mine) in list(self.running.items()):
             if mine == index:
-                with contextlib.suppress(EngineDied):
+                with contextlib.suppress(SplitrollError):
                     await engine.abort([request_id])
 
 

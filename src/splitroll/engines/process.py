@@ -59,6 +59,7 @@ def install() -> None:
     _offer_weight_transfer()
     _hold_side_channel_port()
     _hand_out_cuts_only()
+    _load_once()
     if mooncake_process.BOOTSTRAP_PORT in os.environ:
         mooncake_process.cure()
 
@@ -282,6 +283,26 @@ def _hand_out_cuts_only() -> None:
         return original(self, request, block_ids)
 
     scheduler_class.request_finished = request_finished
+
+
+def _load_once() -> None:
+    """A request that has loaded a handle, and is to hand one out, keeps the first one's parameters.
+    When it is preempted, the connector promises its KV once more and never loads it, so that the
+    request waits for ever. Then its prompt is to be computed as any other's."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl import pull_scheduler
+
+    scheduler_class = pull_scheduler.NixlPullConnectorScheduler
+    original = scheduler_class.get_num_new_matched_tokens
+
+    def get_num_new_matched_tokens(
+        self: Any, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        if (request.kv_transfer_params or {}).get("_remote_blocks_processed"):
+            return 0, False
+        found: tuple[int, bool] = original(self, request, num_computed_tokens)
+        return found
+
+    scheduler_class.get_num_new_matched_tokens = get_num_new_matched_tokens
 
 
 class _ListeningContext:

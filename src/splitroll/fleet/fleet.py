@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import enum
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import (
@@ -30,7 +31,7 @@ from typing import Any, Protocol
 from splitroll.config.schema import Limits
 from splitroll.config.topology import KvRoles
 from splitroll.engines.protocol import Engine, EngineCounters
-from splitroll.errors import EngineDied, EngineStartError, ProofError, SplitrollError
+from splitroll.errors import EngineDied, EngineStartError, LegError, ProofError, SplitrollError
 from splitroll.fleet.prove import PairProof
 from splitroll.placement import EngineSpec
 from splitroll.types import Role
@@ -375,8 +376,7 @@ class Fleet:
 
     async def _restart(self, member: Member, old: Engine | None = None) -> None:
         if old is not None:
-            with contextlib.suppress(SplitrollError):
-                await old.close()
+            await self._end(old)
         for attempt in range(self._limits.max_restarts):
             await asyncio.sleep(_RESTART_PAUSE_S * (2**attempt - 1))
             await self._find_place(member)
@@ -405,7 +405,11 @@ class Fleet:
         while not member.is_leaving:
             try:
                 async with self._placing:  # so that no two take the same one
-                    others = [m.spec for m in self.members.values() if m is not member]
+                    others = [
+                        other.spec
+                        for other in self.members.values()
+                        if other is not member and other.state is not MemberState.FAILED
+                    ]
                     member.spec = await self._launcher.relocate(member.spec, others)
                 return
             except Exception as exc:  # a wall: the cluster may answer again
@@ -432,7 +436,7 @@ class Fleet:
             The seconds of each phase.
 
         Raises:
-            EngineStartError: it did not come up.
+            EngineStartError: it did not come up, or did not load the fleet's weights.
             ProofError: it does not hand off KV with some other engine.
         """
         member = self.members[name]
@@ -441,11 +445,19 @@ class Fleet:
             engine = await self._launch(member)
             launched_s = time.monotonic()
             phases = await self._join(member, engine)
-        except BaseException:
+        except BaseException as exc:
             self._depart(member)  # first: whoever gives up may do so twice
             await self._discard(member)
+            if isinstance(exc, EngineDied | LegError):
+                raise EngineStartError(name, exc.cause) from exc
             raise
         return {"start": launched_s - begun_s, **dict(engine.info.start_s), **phases}
+
+    def dismiss(self, name: str) -> None:
+        """Forget an engine that was admitted, if it has neither joined nor departed."""
+        member = self.members.get(name)
+        if member is not None and member.state is MemberState.STARTING:
+            self._depart(member)
 
     @contextlib.contextmanager
     def scaling(self) -> Generator[None, None, None]:
@@ -468,22 +480,49 @@ class Fleet:
         if (restarting := member.restarting) is not None:
             restarting.cancel()  # which ends what it had launched
             await asyncio.gather(restarting, return_exceptions=True)
-        self._set_state(member, MemberState.LEAVING)
+        if member.state is not MemberState.FAILED:
+            self._set_state(member, MemberState.LEAVING)
         return member.engine
 
     def put_back(self, name: str) -> None:
-        """Let an engine that was to leave serve again, or be started again if it is down."""
+        """Let an engine that was to leave serve again: proven again if others have joined since,
+        or started again if it is down."""
         member = self.members[name]
         member.is_leaving = False
-        if member.engine is not None:
+        if member.engine is not None and self._is_proven(member.engine):
             self._set_state(member, MemberState.READY)
         elif member.state is not MemberState.FAILED:
-            member.restarting = self._spawn(self._restart(member))
+            again = self._restart(member) if member.engine is None else self._rejoin(member)
+            member.restarting = self._spawn(again)
             self._set_state(member, MemberState.RESTARTING)
 
+    def _is_proven(self, engine: Engine) -> bool:
+        """Return whether every pair of this engine with one that serves is proven."""
+        if self._prove is None:
+            return True
+        proven = {(proof.prefill, proof.decode) for proof in self.proofs}
+        others = self.ready()
+        pairs = [(engine, other) for other in self._loaders(engine, others)]
+        pairs += [(other, engine) for other in others if self._loaders(other, [engine])]
+        return all((one.info.name, other.info.name) in proven for one, other in pairs)
+
+    async def _rejoin(self, member: Member) -> None:
+        """Prove an engine that runs with those that serve, or start it again."""
+        assert member.engine is not None
+        try:
+            await self._join(member, member.engine)
+        except Exception as exc:  # a wall: see _restart
+            member.last_error = str(exc)
+            log.warning("%s is started again: %s", member.spec.name, exc)
+            await self._discard(member)
+            await self._restart(member)
+
     async def part(self, name: str) -> None:
-        """End an engine that was taken out, and forget its place."""
-        member = self.members[name]
+        """End an engine that was taken out, and forget its place; this goes on when we are
+        cancelled."""
+        await asyncio.shield(self._spawn(self._part(self.members[name])))
+
+    async def _part(self, member: Member) -> None:
         if member.engine is not None:
             await self._read_counters(member)
         await self._discard(member)
@@ -500,11 +539,12 @@ class Fleet:
         One engine at a time, so that two that come together prove their own pair too. A proof
         that a partner had no time for, or died in, says nothing about the engine: prove again.
         """
-        end_s = time.monotonic() + self._limits.start_timeout_s
+        end_s = math.inf
         while True:
             try:
                 async with self._joining:
                     begun_s = time.monotonic()
+                    end_s = min(end_s, begun_s + self._limits.start_timeout_s)
                     if self._update_weights is not None:
                         await self._update_weights(engine)
                     updated_s = time.monotonic()
@@ -528,8 +568,13 @@ class Fleet:
         engine, member.engine = member.engine, None
         self._retire_counters(member)
         if engine is not None:
-            with contextlib.suppress(SplitrollError):
-                await engine.close()
+            await self._end(engine)
+
+    async def _end(self, engine: Engine) -> None:
+        try:
+            await engine.close()
+        except Exception as exc:  # a wall: its place in the fleet must be free for another
+            log.warning("%s did not close: %s: %s", engine.info.name, type(exc).__name__, exc)
 
     async def _watch(self) -> None:
         while True:

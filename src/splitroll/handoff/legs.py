@@ -32,7 +32,6 @@ from splitroll.engines.protocol import (
     Tokens,
 )
 from splitroll.errors import (
-    EngineDied,
     LegError,
     LegTimeout,
     SplitrollError,
@@ -229,7 +228,7 @@ class Handoff:
         begun_s: float,
     ) -> None:
         """Abort a leg that nobody waits for; if it finished all the same, give its handle back."""
-        with contextlib.suppress(EngineDied):
+        with contextlib.suppress(SplitrollError):
             await engine.abort([request.request_id])
         try:
             output = await leg
@@ -244,7 +243,7 @@ class Handoff:
                 for engine in self._decoders():
                     if engine.info.name == handle.prefill_engine:
                         continue  # a connector tells others, not itself
-                    with contextlib.suppress(EngineDied, TimeoutError):
+                    with contextlib.suppress(SplitrollError, TimeoutError):
                         async with asyncio.timeout(_GIVE_BACK_TIMEOUT_S):
                             await engine.release(f"give-back-{os.urandom(8).hex()}", params)
                         return
@@ -350,7 +349,7 @@ class _DecodeLeg:
         """Run one request to its end, or abort it."""
         name = self._engine.info.name
         stream = self._engine.decode(request)
-        limit_s = first_token_limit_s
+        limit_s, has_begun = first_token_limit_s, False
         try:
             async with asyncio.timeout(limit_s) as limit, contextlib.aclosing(stream):
                 async for event in stream:
@@ -365,8 +364,9 @@ class _DecodeLeg:
                     if isinstance(event, DecodeOutput):
                         self._complete(request, event)
                         return
-                    limit_s = self._handoff._limits.sample_timeout_s
-                    limit.reschedule(asyncio.get_running_loop().time() + limit_s)
+                    if not has_begun:
+                        has_begun, limit_s = True, self._handoff._limits.sample_timeout_s
+                        limit.reschedule(asyncio.get_running_loop().time() + limit_s)
             raise LegError(name, "the decode stream ended without an output")
         except TimeoutError as exc:
             self._abort(request)
@@ -447,8 +447,10 @@ class _DecodeLeg:
     async def _settle_by_abort(self, request: DecodeRequest, handle: KvHandle) -> None:
         try:
             await self._engine.abort([request.request_id])
-        except EngineDied:
+        except BaseException as exc:  # whatever it was, prefill may have been told nothing
             self._handoff.give_back(handle)
+            if not isinstance(exc, SplitrollError):
+                raise
         else:
             handle.settle()
 
