@@ -10,9 +10,9 @@ from splitroll.config import check_config, load_config
 from splitroll.config.rules import vllm_engine_arguments
 from splitroll.config.schema import Disaggregation
 from splitroll.engines.arguments import EngineArguments, engine_arguments
+from splitroll.engines.mooncake_process import own_handle
 from splitroll.errors import ConfigError
 from splitroll.handoff.backend import check_backend, make_backend
-from splitroll.handoff.mooncake import own_handle
 from splitroll.model import ModelFacts
 from splitroll.placement import Node, Share, place
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from conftest import SimulatedSystem, simulated
+from splitroll.config.pools import Pool
 from splitroll.dispatch.assembly import GroupWork
 from splitroll.engines.protocol import Engine
 from splitroll.engines.simulated import Faults, LatencyModel, SimulatedLauncher
@@ -409,9 +411,17 @@ async def test_an_engine_that_was_given_up_is_replaced() -> None:
         async with asyncio.timeout(10):
             while system.fleet.members["decode-1"].state is not MemberState.FAILED:
                 await asyncio.sleep(0.02)
+        place_more, beside = system.scaler._place_more, []
+
+        async def note(pool: Pool, count: int, present: Sequence[EngineSpec], taken: Any) -> Any:
+            beside.extend(spec.name for spec in present)
+            return await place_more(pool, count, present, taken)
+
+        system.scaler._place_more = note
         report = await scale(system, decode=2)
         assert [joined.name for joined in report.joined] == ["decode-2"]
         assert [left.name for left in report.left] == ["decode-1"]
+        assert beside == ["prefill-0", "decode-0"], "what was given up takes no room"
         assert names(system) == {"prefill-0", "decode-0", "decode-2"}
 
 

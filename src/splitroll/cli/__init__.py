@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import importlib
+import importlib.metadata
 import inspect
 import os
 import signal
@@ -50,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="splitroll",
         description="Rollouts for RL post-training, prefill and decode split across vLLM engines.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=importlib.metadata.version("splitroll")
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_rollout(commands.add_parser("rollout", help="generate groups of samples into a file"))

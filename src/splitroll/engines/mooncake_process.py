@@ -11,12 +11,32 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from splitroll.engines.protocol import KvParams
+
 BOOTSTRAP_PORT = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
 UNKNOWN_TRANSFER_S = 2.0
 """How long a prefill engine waits for a transfer that it does not know. Decode asks once prefill
 has ended, and the worker learns of that a step of the engine later."""
 _POLL_S = 0.005
 _CLOSE_TIMEOUT_S = 2.0
+
+
+def own_handle(asked: KvParams, engine_id: str, bootstrap: str) -> KvParams | None:
+    """Return the handle to what a request left on its engine; the connector itself answers nothing.
+
+    Args:
+        asked: the request's own parameters.
+        bootstrap: the engine's bootstrap address.
+    """
+    if not asked.get("do_remote_decode") or not asked.get("transfer_id"):
+        return None
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": asked["transfer_id"],
+        "remote_engine_id": engine_id,
+        "remote_bootstrap_addr": bootstrap,
+    }
 
 
 def cure() -> None:

@@ -32,7 +32,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from splitroll.engines.arguments import EngineArguments
 from splitroll.engines.data_ranks import DataRanks
-from splitroll.engines.mooncake_process import BOOTSTRAP_PORT
+from splitroll.engines.mooncake_process import BOOTSTRAP_PORT, own_handle
 from splitroll.engines.process import WEIGHT_TRANSFER
 from splitroll.engines.protocol import (
     Candidates,
@@ -58,7 +58,6 @@ from splitroll.errors import (
     LegError,
     Problem,
 )
-from splitroll.handoff.mooncake import own_handle
 from splitroll.model import checkpoint_folder
 from splitroll.ports import held_ports
 from splitroll.types import SamplingParams, VersionSpan

@@ -92,21 +92,3 @@ class MooncakeBackend:
                 f"a Mooncake handle without {', '.join(missing) or 'do_remote_prefill'}"
             )
         return handle
-
-
-def own_handle(asked: KvParams, engine_id: str, bootstrap: str) -> KvParams | None:
-    """Return the handle to what a request left on its engine; the connector itself answers nothing.
-
-    Args:
-        asked: the request's own parameters.
-        bootstrap: the engine's bootstrap address.
-    """
-    if not asked.get("do_remote_decode") or not asked.get("transfer_id"):
-        return None
-    return {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "transfer_id": asked["transfer_id"],
-        "remote_engine_id": engine_id,
-        "remote_bootstrap_addr": bootstrap,
-    }
