@@ -116,6 +116,9 @@ def test_what_is_wrong_with_a_shape_is_told_where_it_stands(
     [
         ("disaggregation.prefill={replicas: 2}", "set disaggregation.prefill_replicas, or make"),
         ("disaggregation.mixed={replicas: 1}", "write [{replicas: 1}]"),
+        ("disaggregation.mixed=1", "write [{replicas: 1}]"),
+        ("disaggregation.prefill.0.replicas=2", "write a list"),
+        ("disaggregation.decode.tensor_parallel_size='2'", "write it without quotes"),
         ("disaggregation.mixed_replicas=1", "write mixed: [{replicas: ...}]"),
         ("disaggregation.prefill.nodes=big", "write {resource: big}, if you mean that"),
         ("ray=auto", "write {address: auto}, if you mean that"),

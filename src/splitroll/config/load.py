@@ -198,6 +198,8 @@ def _explain(error: Any) -> Problem:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else "remove it"
             hint = next((told for end, told in _ELSEWHERE.items() if path.endswith(end)), hint)
+            if name.isdecimal():
+                hint = "an entry of a list has a number, and this is one section: write a list"
             return Problem(path, "an unknown key", ", ".join(known), hint)
         case "literal_error":
             return Problem(path, found, error["ctx"]["expected"], "choose one of these")
@@ -206,7 +208,8 @@ def _explain(error: Any) -> Problem:
         case "greater_than":
             return Problem(path, found, f"more than {error['ctx']['gt']}", "raise it")
         case "int_type" | "int_from_float" | "int_parsing":
-            return Problem(path, found, "a whole number", "write one, without quotes")
+            hint = "write it without quotes" if isinstance(error.get("input"), str) else "write one"
+            return Problem(path, found, "a whole number", hint)
         case "model_type" | "model_attributes_type":
             known = _keys_at(error["loc"])
             hint = "write its keys below it"
@@ -214,8 +217,11 @@ def _explain(error: Any) -> Problem:
                 hint = f"write {{{known[0]}: {error['input']}}}, if you mean that"
             return Problem(path, found, f"a section with {', '.join(known)}", hint)
         case "list_type":
-            shown = f"[{_shown(error.get('input'))}]"
-            return Problem(path, found, "a list", f"write {shown}")
+            value = error.get("input")
+            known = _keys_at((*error["loc"], 0))
+            if known and not isinstance(value, dict):
+                value = {"replicas" if "replicas" in known else known[0]: value}
+            return Problem(path, found, "a list", f"write [{_shown(value)}]")
         case "dict_type" | "mapping_type":
             return Problem(path, found, "a mapping, {name: value}", "write one")
         case "string_type":
@@ -244,6 +250,8 @@ def _keys_at(loc: Sequence[Any]) -> list[str]:
         if isinstance(part, int):
             continue  # of a list, whose entries are told by its own annotation
         found = _models_in(section.model_fields[str(part)].annotation)
+        if not found:
+            return []
         is_list = isinstance(next(iter(loc[index + 1 :]), None), int)
         section = found[-1] if is_list else found[0]
     return list(section.model_fields)
