@@ -46,9 +46,9 @@ def fresh_prompt(tokens: int) -> Prompt:
     return Prompt("p", tuple(draw.choices(range(10, 4000), k=tokens)))
 
 
-def dispatcher(rollout: Rollout, first: int, *, moves: bool) -> Dispatcher:
+def dispatcher(rollout: Rollout, first: int, *, moves: bool, segment: int = SEGMENT) -> Dispatcher:
     found = rollout.another_dispatcher(
-        "dispatch.policy=adaptive", f"dispatch.segment_tokens={SEGMENT}"
+        "dispatch.policy=adaptive", f"dispatch.segment_tokens={segment}"
     )
     found.allocator.policy = Fixed(first, moves=moves)
     return found
@@ -107,6 +107,24 @@ async def test_a_move_brings_all_kv_along(split_rollout: Rollout) -> None:
     assert sum(one.kv_pulls for one in done) == 3
     # The prompt once, and then what every step computes: its own token.
     assert sum(one.computed_tokens for one in done) <= 96 + 3
+    assert moving.load == {}
+    await assert_no_block_is_held(split_rollout)
+
+
+@pytest.mark.timeout(180)
+async def test_samples_that_move_to_an_engine_short_of_kv_all_end(split_rollout: Rollout) -> None:
+    """All go round together, and one engine holds the KV of half of them: others are preempted."""
+    before = await split_rollout.fleet.counters()
+    moving = dispatcher(split_rollout, 0, moves=True, segment=128)
+    sampling = SamplingParams(max_tokens=400, ignore_eos=True)
+    work = [GroupWork(fresh_prompt(96), 8, sampling, seed=i) for i in range(8)]
+    async with asyncio.timeout(120):
+        groups = await asyncio.gather(*(moving.run(one) for one in work))
+    assert {len(s.token_ids) for group in groups for s in group.samples} == {400}
+    await asyncio.sleep(0.2)
+    after = await split_rollout.fleet.counters()
+    assert sum(after[name].preemptions - before[name].preemptions for name in after) > 0
+    assert moving.stats.moves > 0
     assert moving.load == {}
     await assert_no_block_is_held(split_rollout)
 
