@@ -72,7 +72,8 @@ class Rest:
             if mode == "keep":
                 await self._freeze()
             else:
-                await self._unfreeze()  # what an earlier pause kept
+                async with self._stilling:
+                    await self._unfreeze()  # what an earlier pause kept
                 if mode == "abort":
                     await self._end_all_work()
                 await self._barrier.drained()
@@ -154,8 +155,9 @@ class Rest:
     async def thaw(self) -> None:
         """Let the fleet go on once neither a pause, nor an update, nor a fence holds it up; the end
         of each asks for this."""
-        if not self._is_held_up:
-            await self._unfreeze()
+        async with self._stilling:
+            if not self._is_held_up:
+                await self._unfreeze()
         if not self._is_held_up:
             self._barrier.reopen()
 
@@ -164,11 +166,10 @@ class Rest:
         return self._barrier.paused or self._barrier.is_fenced or self.updating is not None
 
     async def _unfreeze(self) -> None:
-        """Let the engines go on that a pause keeps still."""
-        async with self._stilling:
-            frozen, self._frozen, self._keeps = self._frozen, {}, False
-            self._open_membership(_KEEP)
-            await asyncio.gather(*(self.go_on(engine) for engine in frozen.values()))
+        """Let the engines go on that a pause keeps still; only while `_stilling` is held."""
+        frozen, self._frozen, self._keeps = self._frozen, {}, False
+        self._open_membership(_KEEP)
+        await asyncio.gather(*(self.go_on(engine) for engine in frozen.values()))
 
     def stays_still(self, engine: Engine) -> bool:
         """Return whether a pause keeps an engine still."""

@@ -359,3 +359,26 @@ async def test_a_hold_that_is_cancelled_twice_lets_the_fleet_go_on(
         await asyncio.gather(holding, return_exceptions=True)
         assert (await asyncio.wait_for(begun, 5)).is_complete
         assert (await system.updater.update(weights(2))).version == 1
+
+
+async def test_a_pause_right_after_a_resume_keeps_all_engines_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with simulated(latency=SLOW) as system:
+        begun = asked(system)
+        await asyncio.sleep(0.05)
+        rest = system.updater.rest
+        for engine in system.launcher.engines.values():
+            monkeypatch.setattr(engine, "resume", slowly(engine.resume))
+            monkeypatch.setattr(engine, "pause", slowly(engine.pause))
+        for delay_s in (0.0, 0.01, 0.04, 0.08):
+            await rest.pause("keep")
+            resuming = [asyncio.create_task(rest.resume()) for _ in range(2)]
+            await asyncio.sleep(delay_s)
+            await rest.pause("keep")
+            await asyncio.gather(*resuming)
+            assert running(system) == {False}, f"after {delay_s} s"
+            assert rest.keeps_still
+            await rest.resume()
+            assert running(system) == {True}
+        assert (await asyncio.wait_for(begun, 5)).is_complete

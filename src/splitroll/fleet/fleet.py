@@ -122,6 +122,7 @@ class Fleet:
         self._generations: Counter[str] = Counter()
         self._is_closing = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._parting: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._joining = asyncio.Lock()
         self._placing = asyncio.Lock()
@@ -520,7 +521,10 @@ class Fleet:
     async def part(self, name: str) -> None:
         """End an engine that was taken out, and forget its place; this goes on when we are
         cancelled."""
-        await asyncio.shield(self._spawn(self._part(self.members[name])))
+        parting = asyncio.create_task(self._part(self.members[name]))
+        self._parting.add(parting)
+        parting.add_done_callback(self._parting.discard)
+        await asyncio.shield(parting)
 
     async def _part(self, member: Member) -> None:
         if member.engine is not None:
@@ -641,5 +645,5 @@ class Fleet:
         self._is_closing = True
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._parting, return_exceptions=True)
         await asyncio.gather(*(self._discard(member) for member in self.members.values()))
