@@ -382,3 +382,18 @@ async def test_a_pause_right_after_a_resume_keeps_all_engines_still(
             await rest.resume()
             assert running(system) == {True}
         assert (await asyncio.wait_for(begun, 5)).is_complete
+
+
+async def test_what_an_engine_ends_by_itself_after_a_pause_that_aborted_is_tried_again() -> None:
+    async with simulated("disaggregation.decode_replicas=1", latency=SLOW) as system:
+        begun = asked(system)
+        await asyncio.sleep(0.1)
+        await system.updater.rest.pause("abort")
+        assert {s.finish_reason for s in (await begun).samples} == {"abort"}
+        await system.updater.rest.resume()
+        later = asked(system, 1)
+        await asyncio.sleep(0.1)
+        engine = system.launcher.engines["decode-0"]
+        await engine.abort(list(engine._running))
+        group = await asyncio.wait_for(later, 5)
+        assert {(s.finish_reason, len(s.token_ids)) for s in group.samples} == {("length", 100)}

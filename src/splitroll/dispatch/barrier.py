@@ -18,25 +18,29 @@ class Barrier:
     """Lets attempts begin, or not, and interrupts what may not go on; see `splitroll.updater`.
 
     Attributes:
-        partial_ok: an update has ended samples early; such may still come in when it is over.
         ending_early: samples are being ended as they are.
         paused: nothing is let in, updates or not; whoever unsets it reopens, see `Rest.thaw`.
     """
 
     def __init__(self, recovery_timeout_s: float) -> None:
-        self.partial_ok = False
         self.ending_early = False
         self.paused = False
         self._recovery_timeout_s = recovery_timeout_s
         self._turnstile = Turnstile()
+        self._inside: set[Progress] = set()
         self._crossings: set[Crossing] = set()
         self._fence: str | None = None
 
     @contextlib.contextmanager
-    def inside(self) -> Generator[None, None, None]:
+    def inside(self, progress: Progress) -> Generator[None, None, None]:
         """Count as an attempt that is under way."""
-        with self._turnstile.inside():
-            yield
+        progress.may_end_early = False
+        self._inside.add(progress)
+        try:
+            with self._turnstile.inside():
+                yield
+        finally:
+            self._inside.discard(progress)
 
     def arrived(self, crossing: Crossing) -> None:
         """Note that KV is where it is used: an update need not interrupt it any more."""
@@ -78,9 +82,12 @@ class Barrier:
         """Let no attempt begin.
 
         Args:
-            partial: samples that engines end early are returned as they are.
+            partial: samples that engines end early are returned as they are, also those of
+                attempts that are under way now and come in when all is open again.
         """
-        self.partial_ok |= partial
+        if partial:
+            for progress in self._inside:
+                progress.may_end_early = True
         self.ending_early = partial
         self._fence = None  # who waits for it, waits for the update
         self._turnstile.shut()

@@ -445,7 +445,7 @@ class Courier:
         """Keep what an engine returned; True when the sample goes on."""
         early = output.finish_reason == "abort"
         dropped = index in progress.listener.dropped
-        if early and not (self._barrier.partial_ok or progress.ending or dropped):
+        if early and not (progress.may_end_early or progress.ending or dropped):
             progress.keep_sent(index, leg)
             self._note_error(LegError(leg.decode, "it aborted a sample"), engine, progress)
             return False

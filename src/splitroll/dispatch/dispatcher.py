@@ -213,7 +213,7 @@ class Dispatcher:
         while True:
             progress.interrupted = False
             await self.barrier.let_in()
-            with self.barrier.inside():
+            with self.barrier.inside(progress):
                 await attempt(progress)
             if not (progress.interrupted and progress.missing):
                 return

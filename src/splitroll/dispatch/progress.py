@@ -49,13 +49,14 @@ class Listener:
                     await engine.abort([request_id])
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Progress:
     """What one group has so far.
 
     Attributes:
         begun: samples that are to go on: given so, or after a segment; `begun_s`: when it ended.
         sent: tokens that were passed on since what is in `begun`.
+        may_end_early: an engine may have been told to end samples of this attempt.
         lost: why it cannot be completed, though engines could try again.
         ending: its caller wants what there is, and no more.
     """
@@ -74,6 +75,7 @@ class Progress:
     refused: InvalidRequest | None = None
     engine_died: bool = False
     interrupted: bool = False
+    may_end_early: bool = False
     lost: str | None = None
     ending: bool = False
     on_sample: Callable[[], object] = lambda: None
