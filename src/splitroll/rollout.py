@@ -387,7 +387,8 @@ class Rollout:
 
         Args:
             mode: what becomes of the samples that are under way: "wait" for them, "abort" them as
-                they are, or "keep" them where they are. Their time limits go on meanwhile.
+                they are, or "keep" them where they are. Their time limits go on meanwhile. After
+                "keep" no engine joins, or comes back, before `resume`, unless all have died.
 
         Raises:
             ConfigError: a weight update is under way.
