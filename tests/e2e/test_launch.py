@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ async def test_pd_that_is_silently_off_is_found_at_the_start(
 
 
 async def test_three_idle_engines_use_little_cpu(split_rollout: Rollout) -> None:
-    """With their health checks. Ray's own daemons are not ours; the driver is counted too."""
+    """With their health checks. Ray's own daemons are not ours; the driver is counted too. What
+    this is to find, a thread that spins, costs a whole core; a slow machine takes 17 %."""
     await asyncio.sleep(1)
     pids = [os.getpid()]
     pids += [pid for engine in split_rollout.fleet.ready() for pid in engine.info.pids]
@@ -106,7 +108,7 @@ async def test_three_idle_engines_use_little_cpu(split_rollout: Rollout) -> None
     before, begun = used_s(), time.monotonic()
     await asyncio.sleep(10)
     share = (used_s() - before) / (time.monotonic() - begun)
-    assert share < 0.15, f"{share:.1%} of a core"
+    assert share < 0.3, f"{share:.1%} of a core"
 
 
 def test_engines_run_at_our_own_priority(split_rollout: Rollout) -> None:
@@ -155,14 +157,18 @@ asyncio.run(main())
 
 
 def start_job(
-    config: dict[str, Any], *overrides: str, stay_s: float, folder: str | None = None
+    config: dict[str, Any],
+    *overrides: str,
+    stay_s: float,
+    folder: str | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
     code = FLEET_SCRIPT.format(config=config, overrides=list(overrides), stay_s=stay_s)
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ if folder is None else {**os.environ, "TMPDIR": folder},
+        env={**os.environ, **(env or {}), **({"TMPDIR": folder} if folder else {})},
         # A shell that runs this in the background has SIGINT ignored, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
@@ -227,15 +233,27 @@ def test_rounds_of_many_processes_leave_nothing(tiny_config: dict[str, Any]) -> 
                 job.wait()
 
 
+def is_fork(pid: int, of: int) -> bool:
+    """Tell by sockets of the parent's, which only a fork has."""
+    mine, theirs = (
+        {entry.readlink() for entry in Path(f"/proc/{one}/fd").iterdir() if entry.is_symlink()}
+        for one in (pid, of)
+    )
+    return any(str(target).startswith("socket:") for target in mine & theirs)
+
+
 def test_two_jobs_on_one_host_do_not_clash_and_a_crashed_one_leaves_nothing(
     tiny_config: dict[str, Any],
 ) -> None:
-    jobs = [start_job(tiny_config, ONE_EACH, stay_s=60) for _ in range(2)]
+    """One forks its engines' processes from their actors, the other has them spawned."""
+    methods: list[dict[str, str]] = [{}, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}]
+    jobs = [start_job(tiny_config, ONE_EACH, stay_s=60, env=env) for env in methods]
     try:
         pids = [[int(pid) for pid in read_line(job, "PIDS")] for job in jobs]
         for job in jobs:
             assert read_line(job, "GROUP") == ["2"]
         assert not set(pids[0]) & set(pids[1])
+        assert [is_fork(core, of=actor) for actor, core, *_ in pids] == [True, False]
         jobs[0].kill()
         assert all_gone(pids[0], 30), "engines outlive a driver that was killed"
         assert all(Path(f"/proc/{pid}").exists() for pid in pids[1])

@@ -1,10 +1,10 @@
 """What must be changed inside vLLM's own processes, applied as a vLLM general plugin.
 
-vLLM imports this in the actor, in EngineCore and in every worker. It acts only in the child
-processes of a splitroll engine (`SPLITROLL_ENGINE` is set by the actor's environment). It and
-`mooncake_process` are the only modules that touch vLLM's, NIXL's and zmq's internals. Each change
-says why it is there; all were seen with vllm 0.32.0 and nixl 1.5.1, and each can go once upstream
-offers the setting.
+vLLM imports this in the actor, in EngineCore and in every worker. But for `fork_from_actor`, it
+acts only in the child processes of a splitroll engine (`SPLITROLL_ENGINE` is set by the actor's
+environment). It and `mooncake_process` are the only modules that touch vLLM's, NIXL's and zmq's
+internals. Each change says why it is there; all were seen with vllm 0.32.0 and nixl 1.5.1, and each
+can go once upstream offers the setting.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ ENGINE_ENV = "SPLITROLL_ENGINE"
 ACTOR_ENV = "SPLITROLL_ACTOR"
 """Set to its own process id in an engine's actor, whose children the others are."""
 
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+"""vLLM's variable for how processes start."""
+
 WEIGHT_TRANSFER = "splitroll"
 """Name of our weight-transfer engine in vLLM's registry."""
 
@@ -49,12 +52,14 @@ def install() -> None:
     """Apply all changes, once, in a child process of a splitroll engine."""
     global _installed
     is_actor = os.environ.get(ACTOR_ENV) == str(os.getpid())
-    if _installed or ENGINE_ENV not in os.environ or is_actor:
+    if ENGINE_ENV not in os.environ or is_actor:
         return
-    _installed = True
     if (parent := multiprocessing.parent_process()) is not None:  # else Ray looks after it
         _die_with(parent.pid)
         _exit_directly()
+    if _installed:
+        return  # the fork of a process that had it
+    _installed = True
     _add_utilities()
     _offer_weight_transfer()
     _hold_side_channel_port()
@@ -71,6 +76,30 @@ def install() -> None:
         _keep_seeds_over_chunks()
         _make_stage_inputs()
         _leave_no_shared_memory()
+
+
+def fork_from_actor() -> None:
+    """Make the engine's processes forks of this actor, that has imported vLLM: on CPU each would
+    spend more on that than on all else of its start.
+
+    vLLM spawns them from a Ray actor, since they might use Ray, which only its Ray executor does;
+    and on CPU, where it would set each process's OpenMP threads, which ours have from the actor.
+    With VLLM_WORKER_MULTIPROC_METHOD=spawn, and on GPUs, vLLM's choice stays.
+    """
+    from vllm import plugins
+    from vllm.platforms import current_platform
+    from vllm.v1.engine import coordinator, utils
+    from vllm.v1.executor import multiproc_executor
+
+    if not current_platform.is_cpu() or os.environ.get(START_METHOD) == "spawn":
+        return
+
+    def load_plugins_again() -> None:
+        plugins.plugins_loaded = False  # this module is one, and acts in the forks
+
+    os.register_at_fork(after_in_child=load_plugins_again)
+    for module in (coordinator, utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def _die_with(parent: int | None) -> None:

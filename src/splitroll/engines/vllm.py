@@ -33,7 +33,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 from splitroll.engines.arguments import EngineArguments
 from splitroll.engines.data_ranks import DataRanks
 from splitroll.engines.mooncake_process import BOOTSTRAP_PORT, own_handle
-from splitroll.engines.process import WEIGHT_TRANSFER
+from splitroll.engines.process import WEIGHT_TRANSFER, fork_from_actor
 from splitroll.engines.protocol import (
     Candidates,
     DecodeEvent,
@@ -95,6 +95,7 @@ class VllmEngine:
             EngineStartError: with vLLM's own error.
         """
         begun = time.monotonic()
+        fork_from_actor()
         arguments = dict(self._arguments.vllm)
         if (transfer := arguments.get("kv_transfer_config")) is not None:
             arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
