@@ -61,11 +61,14 @@ def where(rollout: Rollout) -> dict[str, Any]:
 
 
 async def until_restarted(rollout: Rollout, name: str) -> list[dict[str, list[list[int]]]]:
-    """Generate again and again until an engine has died and been started again."""
+    """Generate until an engine is seen to have died, and again once it has been started again."""
     member, results = rollout.fleet.members[name], []
     async with asyncio.timeout(RECOVERY_S):
-        while member.restarts == 0 or member.state is not MemberState.READY:
+        while member.state is MemberState.READY:
             results.append(await generated(rollout, prompts(12)))
+        while member.state is not MemberState.READY:
+            await asyncio.sleep(0.5)
+        results.append(await generated(rollout, prompts(12)))
     return results
 
 

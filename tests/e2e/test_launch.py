@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,9 @@ async def test_an_engine_that_fails_to_start_ends_with_its_own_error(
 ) -> None:
     begun = time.monotonic()
     with pytest.raises(EngineStartError) as caught:
-        async with Rollout.open(tiny_config, overrides=["engine.kv_cache_memory_bytes=1000"]):
+        async with Rollout.open(
+            tiny_config, overrides=[ONE_EACH, "engine.kv_cache_memory_bytes=1000"]
+        ):
             pytest.fail("the fleet must not open")
     assert "No available memory for the cache blocks" in str(caught.value)
     assert time.monotonic() - begun < 90
@@ -161,14 +162,13 @@ def start_job(
     *overrides: str,
     stay_s: float,
     folder: str | None = None,
-    env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
     code = FLEET_SCRIPT.format(config=config, overrides=list(overrides), stay_s=stay_s)
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, **(env or {}), **({"TMPDIR": folder} if folder else {})},
+        env=os.environ if folder is None else {**os.environ, "TMPDIR": folder},
         # A shell that runs this in the background has SIGINT ignored, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
@@ -246,8 +246,10 @@ def test_two_jobs_on_one_host_do_not_clash_and_a_crashed_one_leaves_nothing(
     tiny_config: dict[str, Any],
 ) -> None:
     """One forks its engines' processes from their actors, the other has them spawned."""
-    methods: list[dict[str, str]] = [{}, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}]
-    jobs = [start_job(tiny_config, ONE_EACH, stay_s=60, env=env) for env in methods]
+    jobs = [
+        start_job(tiny_config, ONE_EACH, f"devices.fork={fork}", stay_s=60)
+        for fork in ("true", "false")
+    ]
     try:
         pids = [[int(pid) for pid in read_line(job, "PIDS")] for job in jobs]
         for job in jobs:

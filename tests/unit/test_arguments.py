@@ -51,6 +51,12 @@ def test_cpu_engines_get_the_cures_for_cpu() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in one.env
 
 
+def test_processes_are_forks_of_the_actor_on_cpu_unless_told_otherwise() -> None:
+    assert all(one.forks for one in arguments().values())
+    assert not any(one.forks for one in arguments("devices.fork=false").values())
+    assert not any(one.forks for one in arguments(gpus=3).values())
+
+
 def test_tensor_parallel_cpu_engines_need_worker_processes() -> None:
     one = arguments("disaggregation.decode.tensor_parallel_size=2")["decode-0"]
     assert one.vllm["distributed_executor_backend"] == "mp"

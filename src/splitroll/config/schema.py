@@ -224,6 +224,8 @@ class Devices(Section):
     """pack: fill one node after the other. spread: each engine where most is free."""
     share_cores: bool = True
     """CPU only: let engines share cores when there are fewer cores than they ask for."""
+    fork: bool = True
+    """CPU only: start an engine's processes as forks of its actor, which has vLLM imported."""
 
 
 class Network(Section):

@@ -55,6 +55,7 @@ class EngineArguments:
         env: environment variables of the actor and of all its processes, on all its nodes.
         own_env: those of the actor and its processes on the same node only.
         cores: CPU cores to stay on; empty leaves the choice to the system.
+        forks: whether its processes are forks of the actor; else vLLM starts them its own way.
     """
 
     name: str
@@ -63,6 +64,7 @@ class EngineArguments:
     env: Mapping[str, str]
     cores: tuple[int, ...]
     own_env: Mapping[str, str] = field(default_factory=dict)
+    forks: bool = False
 
 
 def engine_arguments(
@@ -94,7 +96,8 @@ def engine_arguments(
     env = _environment(spec, transfer, on_cpu) | _compile_environment(vllm)
     # vLLM hands the actor's environment to its ranks on other nodes, which have other addresses.
     own = {name: env.pop(name) for name in _OF_A_NODE if name in env} if spec.shares else {}
-    return EngineArguments(spec.name, spec.role, vllm, env, spec.cores, own)
+    forks = on_cpu and config.devices.fork
+    return EngineArguments(spec.name, spec.role, vllm, env, spec.cores, own, forks)
 
 
 def front_end_arguments(config: Config, facts: ModelFacts, *, on_cpu: bool) -> EngineArguments:

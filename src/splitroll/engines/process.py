@@ -29,9 +29,6 @@ ENGINE_ENV = "SPLITROLL_ENGINE"
 ACTOR_ENV = "SPLITROLL_ACTOR"
 """Set to its own process id in an engine's actor, whose children the others are."""
 
-START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-"""vLLM's variable for how processes start."""
-
 WEIGHT_TRANSFER = "splitroll"
 """Name of our weight-transfer engine in vLLM's registry."""
 
@@ -84,15 +81,10 @@ def fork_from_actor() -> None:
 
     vLLM spawns them from a Ray actor, since they might use Ray, which only its Ray executor does;
     and on CPU, where it would set each process's OpenMP threads, which ours have from the actor.
-    With VLLM_WORKER_MULTIPROC_METHOD=spawn, and on GPUs, vLLM's choice stays.
     """
     from vllm import plugins
-    from vllm.platforms import current_platform
     from vllm.v1.engine import coordinator, utils
     from vllm.v1.executor import multiproc_executor
-
-    if not current_platform.is_cpu() or os.environ.get(START_METHOD) == "spawn":
-        return
 
     def load_plugins_again() -> None:
         plugins.plugins_loaded = False  # this module is one, and acts in the forks

@@ -95,7 +95,8 @@ class VllmEngine:
             EngineStartError: with vLLM's own error.
         """
         begun = time.monotonic()
-        fork_from_actor()
+        if self._arguments.forks:
+            fork_from_actor()
         arguments = dict(self._arguments.vllm)
         if (transfer := arguments.get("kv_transfer_config")) is not None:
             arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
