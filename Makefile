@@ -13,7 +13,8 @@ demo: install ## Train the small model with GRPO on samples of one prefill and t
 	$(BIN)/splitroll train --out $(DEMO) --overwrite
 
 test: install lint type ## Everything: lint, types, unit, contract and end-to-end tests.
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 tests/unit
+	$(BIN)/pytest tests/contract tests/e2e
 
 install: .venv/installed ## Everything into .venv.
 
