@@ -13,8 +13,7 @@ demo: install ## Train the small model with GRPO on samples of one prefill and t
 	$(BIN)/splitroll train --out $(DEMO) --overwrite
 
 test: install lint type ## Everything: lint, types, unit, contract and end-to-end tests.
-	$(BIN)/pytest -n 2 tests/unit
-	$(BIN)/pytest tests/contract tests/e2e
+	$(BIN)/pytest
 
 install: .venv/installed ## Everything into .venv.
 

@@ -19,6 +19,7 @@ _KNOWN = {
     "vllm_router": "vllm-router",
     "vllm.entrypoints.openai.api_server": "a vLLM server's HTTP API",
     "VLLM::EngineCore": "a vLLM server's KV connector",
+    "VLLM::DPCoordinator": "what keeps data-parallel ranks in step",
     "gcs_server": "Ray's control store",
     "raylet": "Ray's node manager",
     "DashboardAgent": "Ray's node agent",

@@ -107,14 +107,14 @@ def test_check_reports_every_pair_and_the_weights(
 ) -> None:
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tiny_config))
     command = [sys.executable, "-m", "splitroll", "check", "--config", str(tmp_path / "c.yaml")]
-    done = run([*command, "--json", "--weights", "--set", "disaggregation.decode_replicas=1"])
+    done = run([*command, "--json", "--weights"])
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["ok"]
     weights = report["weights"]
-    assert (weights["version"], weights["engines"], weights["parameters"]) == (1, 2, 39)
+    assert (weights["version"], weights["engines"], weights["parameters"]) == (1, 3, 39)
     assert weights["max_logprob_gap"] < 1e-4
-    names = ("prefill-0", "decode-0")
+    names = ("prefill-0", "decode-0", "decode-1")
     pairs = [(pair["prefill"], pair["decode"]) for pair in report["pairs"]]
     assert sorted(pairs) == sorted(itertools.permutations(names, 2))
     for pair in report["pairs"]:

@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -122,7 +123,7 @@ async def assert_a_dead_prefill_engine_costs_no_long_wait(
     await assert_idle(rollout)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("backend", "counts"),
     [("nixl", (1, 2, 1)), ("mooncake", (2, 1, 1))],
@@ -133,6 +134,7 @@ async def test_every_shape_gives_what_a_colocated_engine_gives(
     backend: str,
     counts: tuple[int, int, int],
 ) -> None:
+    """Also when one of two prefill engines dies in mid-run."""
     overrides = [*IN_TURN, *shape(*counts), f"disaggregation.transfer_backend={backend}"]
     async with Rollout.open(tiny_config, overrides=overrides) as rollout:
         found = await generated(rollout, prompts())
@@ -146,6 +148,15 @@ async def test_every_shape_gives_what_a_colocated_engine_gives(
         await assert_idle(rollout)
         if counts[0] > 1:
             await assert_a_dead_prefill_engine_costs_no_long_wait(rollout, expected)
+
+
+def assert_all_end_with_the_actor(pid: int) -> None:
+    """Its ranks, their workers and what keeps the ranks in step."""
+    processes = psutil.Process(pid).children(recursive=True)
+    assert len(processes) >= 3
+    os.kill(pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert alive == []
 
 
 @pytest.mark.timeout(500)
@@ -179,6 +190,9 @@ async def test_each_role_has_a_parallelism_of_its_own(
         await rollout.update_weights(trained)
         assert_same(await generated(rollout, prompts()), both_expected[1])
         await assert_idle(rollout)
+        for engine in rollout.fleet.ready():
+            if engine.info.data_ranks > 1:
+                await asyncio.to_thread(assert_all_end_with_the_actor, engine.info.pids[0])
 
 
 def test_pipeline_stages_are_refused_where_the_backend_cannot_move_their_kv(

@@ -154,6 +154,7 @@ async def test_updates_of_busy_engines(
     """64 samples in flight at each of 20 updates: queued, prefilling, pulled and decoding."""
     settings = rollout.config.weights.model_copy(update={"in_flight": mode})
     monkeypatch.setattr(rollout.updater, "_settings", settings)
+    monkeypatch.setattr(rollout.updater.rest, "_settings", settings)
     model = trainer(tied_model)
     first = rollout.weight_version
     draw = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -276,32 +277,33 @@ async def test_a_few_layers_can_be_pushed_alone(rollout: Rollout, tied_model: Pa
     assert_logprobs(await generate(rollout), model)
 
 
-@pytest.mark.parametrize("victim", ["decode-1", "prefill-0"])
-async def test_a_killed_engine_comes_back_with_the_current_weights(
-    rollout: Rollout, tied_model: Path, victim: str, monkeypatch: pytest.MonkeyPatch
+async def test_killed_engines_come_back_with_the_current_weights(
+    config: dict[str, Any], tied_model: Path
 ) -> None:
-    """Killed while it loads; samples that were accepted before are not lost."""
-    settings = rollout.config.weights.model_copy(update={"in_flight": "keep"})
-    monkeypatch.setattr(rollout.updater, "_settings", settings)
+    """Killed while they load; samples that were accepted before are not lost."""
     model = trainer(tied_model)
-    train(model, 1)
-    await rollout.update_weights(model)
-    stream = rollout.generate(PROMPTS, n=8, sampling=SamplingParams(max_tokens=60, seed=1))
-    job = asyncio.create_task(collect(stream))
-    await asyncio.sleep(0.1)
-    train(model, 2)
-    pid = rollout.fleet.members[victim].engine.info.pids[1]  # type: ignore[union-attr]
-    killing = asyncio.create_task(kill_when_loading(rollout, victim, pid))
-    report = await asyncio.wait_for(rollout.update_weights(model), 60)
-    await killing
-    assert victim not in report.engines
-    assert len(await asyncio.wait_for(job, 120)) == len(PROMPTS)
-    async with asyncio.timeout(120):
-        while len(rollout.fleet.ready()) < 3:
-            await asyncio.sleep(0.2)
-    groups = await generate(rollout, n=4)
-    assert {s.weight_version for g in groups.values() for s in g.samples} == {report.version}
-    assert_logprobs(groups, model)
+    async with Rollout.open(config, overrides=["weights.in_flight=keep"]) as rollout:
+        for victim in ("decode-1", "prefill-0"):
+            train(model, 1)
+            await rollout.update_weights(model)
+            stream = rollout.generate(PROMPTS, n=8, sampling=SamplingParams(max_tokens=60, seed=1))
+            job = asyncio.create_task(collect(stream))
+            await asyncio.sleep(0.1)
+            train(model, 2)
+            pid = rollout.fleet.members[victim].engine.info.pids[1]  # type: ignore[union-attr]
+            killing = asyncio.create_task(kill_when_loading(rollout, victim, pid))
+            report = await asyncio.wait_for(rollout.update_weights(model), 60)
+            await killing
+            assert victim not in report.engines
+            assert len(await asyncio.wait_for(job, 120)) == len(PROMPTS)
+            async with asyncio.timeout(120):
+                while len(rollout.fleet.ready()) < 3:
+                    await asyncio.sleep(0.2)
+            groups = await generate(rollout, n=4)
+            assert {s.weight_version for g in groups.values() for s in g.samples} == {
+                report.version
+            }
+            assert_logprobs(groups, model)
 
 
 async def kill_when_loading(rollout: Rollout, victim: str, pid: int) -> None:

@@ -175,7 +175,8 @@ async def test_drain_ends_what_was_begun_and_holds_back_what_was_not(checkpoint:
         begun = start(system, 2)
         await asyncio.sleep(0.03)
         update = asyncio.create_task(system.updater.update(weights(3)))
-        await asyncio.sleep(0.005)
+        while system.dispatcher.barrier._turnstile.is_open:
+            await asyncio.sleep(0.001)
         waiting = start(system, 2)
         await update
         assert all(job.done() for job in begun)

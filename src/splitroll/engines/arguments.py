@@ -96,7 +96,7 @@ def engine_arguments(
     env = _environment(spec, transfer, on_cpu) | _compile_environment(vllm)
     # vLLM hands the actor's environment to its ranks on other nodes, which have other addresses.
     own = {name: env.pop(name) for name in _OF_A_NODE if name in env} if spec.shares else {}
-    forks = on_cpu and config.devices.fork
+    forks = on_cpu and config.devices.fork and not vllm.get("numa_bind")
     return EngineArguments(spec.name, spec.role, vllm, env, spec.cores, own, forks)
 
 

@@ -10,6 +10,7 @@ can go once upstream offers the setting.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -49,14 +50,13 @@ def install() -> None:
     """Apply all changes, once, in a child process of a splitroll engine."""
     global _installed
     is_actor = os.environ.get(ACTOR_ENV) == str(os.getpid())
-    if ENGINE_ENV not in os.environ or is_actor:
+    if _installed or ENGINE_ENV not in os.environ or is_actor:
         return
-    if (parent := multiprocessing.parent_process()) is not None:  # else Ray looks after it
+    _installed = True
+    parent = multiprocessing.parent_process()  # none where Ray looks after it
+    if parent is not None and not _forks:
         _die_with(parent.pid)
         _exit_directly()
-    if _installed:
-        return  # the fork of a process that had it
-    _installed = True
     _add_utilities()
     _offer_weight_transfer()
     _hold_side_channel_port()
@@ -81,17 +81,59 @@ def fork_from_actor() -> None:
 
     vLLM spawns them from a Ray actor, since they might use Ray, which only its Ray executor does;
     and on CPU, where it would set each process's OpenMP threads, which ours have from the actor.
+    Nothing that this process has computed may have started such threads.
     """
+    global _forks
     from vllm import plugins
     from vllm.v1.engine import coordinator, utils
     from vllm.v1.executor import multiproc_executor
 
-    def load_plugins_again() -> None:
-        plugins.plugins_loaded = False  # this module is one, and acts in the forks
-
-    os.register_at_fork(after_in_child=load_plugins_again)
+    _forks = _Forks(plugins)
+    os.register_at_fork(before=_forks.before, after_in_child=_forks.begin)
     for module in (coordinator, utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+class _Forks:
+    """Makes a fork what a process that was spawned is, as far as it matters here."""
+
+    def __init__(self, plugins: Any) -> None:
+        self._plugins = plugins
+        self._parent = 0
+
+    def before(self) -> None:
+        self._parent = os.getpid()
+
+    def begin(self) -> None:
+        _die_with(self._parent)
+        _answer_signals_as_usual()
+        _listen_to_nothing()
+        self._plugins.plugins_loaded = False  # this module is one, and acts in the forks
+
+
+_forks: _Forks | None = None
+
+
+def _answer_signals_as_usual() -> None:
+    """Ray's workers have their own handlers."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
+
+
+def _listen_to_nothing() -> None:
+    """Else ports of the parent's, as its Ray worker's, would stay open with nobody to answer. Their
+    numbers are kept, since objects that were copied may yet close them."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(number)) as one:
+                listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens:
+                os.dup2(null, number, inheritable=False)
+    os.close(null)
 
 
 def _die_with(parent: int | None) -> None:
@@ -102,7 +144,7 @@ def _die_with(parent: int | None) -> None:
 
 
 def _exit_directly() -> None:
-    """Processes with a NIXL agent crash in libnl's destructors at exit; skip those.
+    """Processes with a NIXL agent crash in libnl's destructors at exit; skip those, as forks do.
 
     Registered early, hence called last of all exit handlers.
     """
