@@ -7,13 +7,17 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := $(shell grep '^torch==' requirements/cpu.lock)
 PIP_INSTALL := $(BIN)/pip install --quiet --no-deps --disable-pip-version-check
 
-.PHONY: demo test install lint type bench lock clean
+.PHONY: demo test soak install lint type bench lock clean
 
 demo: install ## Train the small model with GRPO on samples of one prefill and two decode engines.
 	$(BIN)/splitroll train --out $(DEMO) --overwrite
 
 test: install lint type ## Everything: lint, types, unit, contract and end-to-end tests.
 	$(BIN)/pytest
+
+soak: install ## Further cases on real engines, and 20 rounds of starting many: half an hour.
+	SPLITROLL_ROUNDS=20 $(BIN)/pytest tests/e2e/test_launch.py -k rounds
+	$(BIN)/pytest -m soak
 
 install: .venv/installed ## Everything into .venv.
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from splitroll import Group, Rollout
-from two_nodes import GREEDY, prompts
+from splitroll import Rollout
+from two_nodes import generated, prompts
 
 pytestmark = pytest.mark.engines
 
@@ -36,7 +36,7 @@ def ran(*command: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(500)
 async def test_engines_follow_the_nodes_of_a_cluster(
-    tiny_model: Path, tiny_config: dict[str, Any]
+    tiny_model: Path, split_rollout: Rollout
 ) -> None:
     report = ran(str(SCRIPT), str(tiny_model))
     # The address by which peers reach it, the node of the plan, and the node that its actor is on.
@@ -52,8 +52,4 @@ async def test_engines_follow_the_nodes_of_a_cluster(
     assert report["after_one_more"]["decode-2"] == late
     assert all(report["same"]), report["same"]
     assert report["decoding"] == ["decode-0", "decode-1", "decode-2"]
-    overrides = ["disaggregation.enabled=false", "colocated.replicas=1"]
-    async with Rollout.open(tiny_config, overrides=overrides) as rollout:
-        async for group in rollout.generate(prompts(12), n=2, sampling=GREEDY):
-            assert isinstance(group, Group)
-            assert [list(s.token_ids) for s in group.samples] == report["tokens"][group.id]
+    assert await generated(split_rollout, prompts(12)) == report["tokens"]

@@ -163,10 +163,15 @@ def assert_all_end_with_the_actor(pid: int) -> None:
 @pytest.mark.parametrize(
     ("backend", "prefill", "decode"),
     [
-        ("nixl", {}, {"tensor_parallel_size": 2}),
+        pytest.param("nixl", {}, {"tensor_parallel_size": 2}, marks=pytest.mark.soak),
         ("nixl", {"tensor_parallel_size": 2}, {"data_parallel_size": 2}),
         ("mooncake", {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}),
-        ("mooncake", {"data_parallel_size": 2}, {"pipeline_parallel_size": 2}),
+        pytest.param(
+            "mooncake",
+            {"data_parallel_size": 2},
+            {"pipeline_parallel_size": 2},
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 async def test_each_role_has_a_parallelism_of_its_own(
@@ -264,7 +269,7 @@ async def test_thousands_of_handoffs_over_mooncake_leave_no_sockets_behind(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+@pytest.mark.parametrize("backend", ["nixl", pytest.param("mooncake", marks=pytest.mark.soak)])
 async def test_a_fleet_grows_and_shrinks_under_a_stream_of_groups(
     tiny_config: dict[str, Any], expected: Answers, backend: str
 ) -> None:
