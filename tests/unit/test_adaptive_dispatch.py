@@ -161,7 +161,7 @@ async def test_a_turn_of_an_episode_goes_before_groups_that_wait() -> None:
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     events=st.lists(
