@@ -124,6 +124,7 @@ def test_check_reports_every_pair_and_the_weights(
         assert pair["max_logprob_gap"] < 1e-4
 
 
+@pytest.mark.soak
 def test_a_colocated_rollout_has_the_same_output(arguments: list[str], tmp_path: Path) -> None:
     done = run([*arguments, "--set", "disaggregation.enabled=false", "colocated.replicas=1"])
     assert done.returncode == 0, done.stderr

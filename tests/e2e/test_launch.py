@@ -80,6 +80,7 @@ async def test_a_taken_port_ends_with_the_ports_own_error(
         assert time.monotonic() - begun < 90
 
 
+@pytest.mark.soak
 async def test_pd_that_is_silently_off_is_found_at_the_start(
     tiny_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

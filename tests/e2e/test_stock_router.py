@@ -124,6 +124,7 @@ async def test_a_router_that_runs_is_joined(rollout: Rollout, tiny_config: dict[
     assert await generate(rollout, prompts(1, 40, seed=3), sampling=GREEDY)
 
 
+@pytest.mark.soak
 async def test_mooncake_goes_through_the_stock_router_too(
     rollout: Rollout, tiny_config: dict[str, Any]
 ) -> None:
@@ -176,7 +177,7 @@ async def test_a_port_in_use_is_told_at_once(rollout: Rollout, tiny_config: dict
     assert time.monotonic() - begun < 5
 
 
-@pytest.mark.parametrize("victim", ["router", "decode-0"])
+@pytest.mark.parametrize("victim", ["router", pytest.param("decode-0", marks=pytest.mark.soak)])
 async def test_who_died_is_told_within_seconds(tiny_config: dict[str, Any], victim: str) -> None:
     async with Rollout.open(tiny_config, overrides=MODE) as one:
         engine = routed(one)
