@@ -15,8 +15,7 @@ demo: install ## Train the small model with GRPO on samples of one prefill and t
 test: install lint type ## Everything: lint, types, unit, contract and end-to-end tests.
 	$(BIN)/pytest
 
-soak: install ## Further cases on real engines, and 20 rounds of starting many: half an hour.
-	SPLITROLL_ROUNDS=20 $(BIN)/pytest tests/e2e/test_launch.py -k rounds
+soak: install ## What takes long on real engines, 20 rounds of starting many among it: half an hour or more.
 	$(BIN)/pytest -m soak
 
 install: .venv/installed ## Everything into .venv.

@@ -65,7 +65,9 @@ def engine_of(rollout: Rollout, name: str) -> Engine:
 
 
 # Index 0 is the actor, 1 its EngineCore: either may be the one that is killed.
-@pytest.mark.parametrize(("victim", "process"), [("decode-0", 1), ("prefill-0", 0)])
+@pytest.mark.parametrize(
+    ("victim", "process"), [("decode-0", 1), pytest.param("prefill-0", 0, marks=pytest.mark.soak)]
+)
 async def test_kill_9_in_the_middle_of_a_64_sample_run(
     rollout: Rollout, victim: str, process: int
 ) -> None:

@@ -25,7 +25,7 @@ from splitroll.types import Group
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
-ROUNDS = int(os.environ.get("SPLITROLL_ROUNDS", "1"))
+ROUNDS = int(os.environ.get("SPLITROLL_ROUNDS", "20"))
 """Of starting many engines at once; 20 take a quarter of an hour."""
 LISTEN = "0A"
 """The state's number in /proc/net/tcp."""
@@ -203,6 +203,7 @@ def all_gone(pids: list[int], limit_s: float) -> bool:
     return False
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(100 + 120 * ROUNDS)
 def test_rounds_of_many_processes_leave_nothing(tiny_config: dict[str, Any]) -> None:
     """Four engines at once and three with four ranks in turn, ended as a user or a fault does."""

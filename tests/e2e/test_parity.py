@@ -69,6 +69,7 @@ async def test_float32_equals_colocated(
         assert sample.logprobs == pytest.approx(colocated[prompt_id].logprobs, abs=1e-4)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 async def test_bfloat16_on_natural_text_equals_colocated() -> None:
     greedy = SamplingParams(max_tokens=24, temperature=0.0)

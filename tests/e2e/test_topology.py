@@ -126,7 +126,10 @@ async def assert_a_dead_prefill_engine_costs_no_long_wait(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("backend", "counts"),
-    [("nixl", (1, 2, 1)), ("mooncake", (2, 1, 1))],
+    [
+        pytest.param("nixl", (1, 2, 1), marks=pytest.mark.soak),
+        ("mooncake", (2, 1, 1)),
+    ],
 )
 async def test_every_shape_gives_what_a_colocated_engine_gives(
     tiny_config: dict[str, Any],
@@ -246,6 +249,7 @@ def sockets_in_time_wait() -> int:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.soak
 async def test_thousands_of_handoffs_over_mooncake_leave_no_sockets_behind(
     tiny_config: dict[str, Any],
 ) -> None:

@@ -54,6 +54,7 @@ def test_engines_follow_the_trainer_step_by_step(arguments: list[str], tmp_path:
     assert (tmp_path / "run" / "index.html").is_file()
 
 
+@pytest.mark.soak
 def test_a_terminated_run_ends_its_engines_and_keeps_its_steps(
     arguments: list[str], tmp_path: Path
 ) -> None:
