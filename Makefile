@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --no-deps --disable-pip-version-check
 demo: install ## Train the small model with GRPO on samples of one prefill and two decode engines.
 	$(BIN)/splitroll train --out $(DEMO) --overwrite
 
-test: install lint type ## Everything: lint, types, unit, contract and end-to-end tests.
+test: install lint type ## Lint, types, unit, contract and end-to-end tests, but for what soak runs.
 	$(BIN)/pytest
 
 soak: install ## What takes long on real engines, 20 rounds of starting many among it: half an hour or more.
