@@ -68,10 +68,11 @@ def tiny_config(tiny_model: Path) -> dict[str, Any]:
 
 
 @pytest_asyncio.fixture(scope="session")
-async def split_rollout(tiny_config: dict[str, Any]) -> AsyncIterator[Rollout]:
+async def split_rollout(tiny_config: dict[str, Any], chat_model: Path) -> AsyncIterator[Rollout]:
     """One prefill and two decode engines with the tiny model, any of which may hand KV to any
-    other; groups are split. Tests must leave it idle."""
-    async with Rollout.open(tiny_config, overrides=["dispatch.policy=static"]) as rollout:
+    other; groups are split. Tests must leave it idle, with the weights that it began with."""
+    config = {**tiny_config, "model": str(chat_model)}
+    async with Rollout.open(config, overrides=["dispatch.policy=static"]) as rollout:
         yield rollout
 
 

@@ -81,7 +81,7 @@ def test_a_rollout_prints_one_object_and_writes_every_sample(
 def test_an_interrupted_rollout_resumes_to_the_same_file(
     arguments: list[str], tmp_path: Path
 ) -> None:
-    slow = [*arguments, "--max-tokens", "160", "--set", "engine.max_num_seqs=4"]
+    slow = [*arguments, "--max-tokens", "80", "--set", "engine.max_num_seqs=4"]
     job = subprocess.Popen(slow, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     partial = tmp_path / "s.jsonl.partial"
     end = time.monotonic() + 150

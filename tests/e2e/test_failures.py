@@ -92,22 +92,21 @@ async def test_kill_9_in_the_middle_of_a_64_sample_run(
         assert not _is_alive(pid), "a process of the killed engine lives on"
 
 
-async def test_a_frozen_engine_is_replaced(tiny_config: dict[str, Any]) -> None:
+async def test_a_frozen_engine_is_replaced(
+    rollout: Rollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIGSTOP: the process is there, and answers nothing."""
-    overrides = [
-        "disaggregation.decode_replicas=1",
-        "limits.health_interval_s=0.5",
-        "limits.health_timeout_s=3.0",
-    ]
-    async with Rollout.open(tiny_config, overrides=overrides) as rollout:
-        engine = engine_of(rollout, "decode-0")
-        job = asyncio.create_task(run_64(rollout))
-        await asyncio.sleep(0.5)
-        os.kill(engine.info.pids[1], signal.SIGSTOP)
-        assert len(await asyncio.wait_for(job, 200)) == 64
-        await wait_until_all_are_ready(rollout)
-        assert rollout.fleet.members["decode-0"].restarts == 1
-        assert not _is_alive(engine.info.pids[1])
+    limits = rollout.config.limits.model_copy(update={"health_timeout_s": 3.0})
+    monkeypatch.setattr(rollout.fleet, "_limits", limits)
+    engine = engine_of(rollout, "decode-0")
+    restarts = rollout.fleet.members["decode-0"].restarts
+    job = asyncio.create_task(run_64(rollout))
+    await asyncio.sleep(0.5)
+    os.kill(engine.info.pids[1], signal.SIGSTOP)
+    assert len(await asyncio.wait_for(job, 200)) == 64
+    await wait_until_all_are_ready(rollout)
+    assert rollout.fleet.members["decode-0"].restarts == restarts + 1
+    assert not _is_alive(engine.info.pids[1])
 
 
 def _is_alive(pid: int) -> bool:

@@ -157,20 +157,25 @@ async def test_stop_strings_min_tokens_and_penalties_reach_decode_only(
     assert other.route.kind.value == "split"
 
 
-async def test_a_prompt_computed_in_chunks_keeps_its_seeds(tiny_config: dict[str, Any]) -> None:
+async def test_a_prompt_computed_in_chunks_keeps_its_seeds(
+    split_rollout: Rollout, tiny_config: dict[str, Any]
+) -> None:
     """vLLM's CPU engine dies at this without our repair; chunks must not change the samples."""
     sampling = SamplingParams(max_tokens=8, seed=5, ignore_eos=True)
     prompts = [Prompt(str(i), p.token_ids) for i, p in enumerate(fresh_prompts(4, 700))]
-    colocated = ["disaggregation.enabled=false", "colocated.replicas=1"]
-    fleets = [
-        [*colocated, "engine.max_num_batched_tokens=4096"],
-        [*colocated, "engine.max_num_batched_tokens=64"],
-        ["disaggregation.decode_replicas=1", "engine.max_num_batched_tokens=64"],
-    ]
-    found = []
-    for overrides in fleets:
-        async with Rollout.open(tiny_config, overrides=overrides) as rollout:
-            groups = await generate(rollout, prompts, n=3, sampling=sampling)
-            assert all(member.restarts == 0 for member in rollout.fleet.members.values())
-        found.append({g.id: [sample.token_ids for sample in g.samples] for g in groups})
-    assert found[0] == found[1] == found[2]
+
+    async def tokens(rollout: Rollout, asked: list[Prompt]) -> dict[str, list[tuple[int, ...]]]:
+        groups = await generate(rollout, asked, n=3, sampling=sampling)
+        assert all(member.restarts == 0 for member in rollout.fleet.members.values())
+        return {group.id: [sample.token_ids for sample in group.samples] for group in groups}
+
+    whole = {}
+    for prompt in prompts:
+        whole |= await tokens(split_rollout, [prompt])
+    for shape in (
+        ("disaggregation.enabled=false", "colocated.replicas=1"),
+        ("disaggregation.decode_replicas=1",),
+    ):
+        chunked = [*shape, "engine.max_num_batched_tokens=64"]
+        async with Rollout.open(tiny_config, overrides=chunked) as rollout:
+            assert await tokens(rollout, prompts) == whole

@@ -102,14 +102,19 @@ async def fresh(config: dict[str, Any], model: torch.nn.Module, folder: Path) ->
         return answers(await generate(colocated))
 
 
+@pytest.mark.parametrize("compared", [(50,), pytest.param((1, 10), marks=pytest.mark.soak)])
 async def test_fifty_updates_with_warm_caches_equal_fresh_engines(
-    rollout: Rollout, config: dict[str, Any], tied_model: Path, tmp_path: Path
+    rollout: Rollout,
+    config: dict[str, Any],
+    tied_model: Path,
+    tmp_path: Path,
+    compared: tuple[int, ...],
 ) -> None:
     """Two engines beside the three would be too many at once for a small machine; so what fresh
     engines answer is asked of the trainer at every update, and of real ones at the end."""
     model = trainer(tied_model)
     kept = {}
-    for update in range(1, 51):
+    for update in range(1, max(compared) + 1):
         await generate(rollout)  # caches of the old weights on every engine
         train(model, update)
         report = await rollout.update_weights(model)
@@ -121,7 +126,7 @@ async def test_fifty_updates_with_warm_caches_equal_fresh_engines(
         # Each prompt once on prefill; what its siblings share was pulled after the update.
         assert computed >= sum(len(prompt.token_ids) for prompt in PROMPTS)
         assert {s.weight_version for g in groups.values() for s in g.samples} == {report.version}
-        if update in (1, 10, 50):
+        if update in compared:
             assert_logprobs(groups, model)
             kept[update] = (answers(groups), {n: p.clone() for n, p in model.state_dict().items()})
     for update, (answered, state) in kept.items():

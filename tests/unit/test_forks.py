@@ -7,10 +7,10 @@ import sys
 
 SCRIPT = """
 import ctypes, os, signal, socket, types
-from splitroll.engines.process import _Forks
+from splitroll.engines.forks import Forks
 
 plugins = types.SimpleNamespace(plugins_loaded=True)
-forks = _Forks(plugins)
+forks = Forks(plugins)
 os.register_at_fork(before=forks.before, after_in_child=forks.begin)
 listener = socket.create_server(("127.0.0.1", 0))
 mine, its = socket.socketpair()

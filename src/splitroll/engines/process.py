@@ -1,20 +1,17 @@
 """What must be changed inside vLLM's own processes, applied as a vLLM general plugin.
 
-vLLM imports this in the actor, in EngineCore and in every worker. But for `fork_from_actor`, it
-acts only in the child processes of a splitroll engine (`SPLITROLL_ENGINE` is set by the actor's
-environment). It and `mooncake_process` are the only modules that touch vLLM's, NIXL's and zmq's
-internals. Each change says why it is there; all were seen with vllm 0.32.0 and nixl 1.5.1, and each
-can go once upstream offers the setting.
+vLLM imports this in the actor, in EngineCore and in every worker. It acts only in the child
+processes of a splitroll engine (`SPLITROLL_ENGINE` is set by the actor's environment). It, `forks`
+and `mooncake_process` are the only modules that touch vLLM's, NIXL's and zmq's internals. Each
+change says why it is there; all were seen with vllm 0.32.0 and nixl 1.5.1, and each can go once
+upstream offers the setting.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import ctypes
 import multiprocessing
 import os
-import signal
 import socket
 import time
 from collections import deque
@@ -22,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from splitroll.engines import mooncake_process
+from splitroll.engines import forks, mooncake_process
 
 ENGINE_ENV = "SPLITROLL_ENGINE"
 """Set to the engine's name in all processes of an engine of ours."""
@@ -42,7 +39,6 @@ ONLY_IF_CUT = "splitroll_only_if_cut"
 STEPS_KEPT = 512
 """Of an engine's last steps, until they are asked for."""
 
-_PR_SET_PDEATHSIG = 1
 _installed = False
 
 
@@ -54,8 +50,8 @@ def install() -> None:
         return
     _installed = True
     parent = multiprocessing.parent_process()  # none where Ray looks after it
-    if parent is not None and not _forks:
-        _die_with(parent.pid)
+    if parent is not None and not forks.are_used():
+        forks.die_with(parent.pid)
         _exit_directly()
     _add_utilities()
     _offer_weight_transfer()
@@ -73,74 +69,6 @@ def install() -> None:
         _keep_seeds_over_chunks()
         _make_stage_inputs()
         _leave_no_shared_memory()
-
-
-def fork_from_actor() -> None:
-    """Make the engine's processes forks of this actor, that has imported vLLM: on CPU each would
-    spend more on that than on all else of its start.
-
-    vLLM spawns them from a Ray actor, since they might use Ray, which only its Ray executor does;
-    and on CPU, where it would set each process's OpenMP threads, which ours have from the actor.
-    Nothing that this process has computed may have started such threads.
-    """
-    global _forks
-    from vllm import plugins
-    from vllm.v1.engine import coordinator, utils
-    from vllm.v1.executor import multiproc_executor
-
-    _forks = _Forks(plugins)
-    os.register_at_fork(before=_forks.before, after_in_child=_forks.begin)
-    for module in (coordinator, utils, multiproc_executor):
-        module.get_mp_context = lambda: multiprocessing.get_context("fork")
-
-
-class _Forks:
-    """Makes a fork what a process that was spawned is, as far as it matters here."""
-
-    def __init__(self, plugins: Any) -> None:
-        self._plugins = plugins
-        self._parent = 0
-
-    def before(self) -> None:
-        self._parent = os.getpid()
-
-    def begin(self) -> None:
-        _die_with(self._parent)
-        _answer_signals_as_usual()
-        _listen_to_nothing()
-        self._plugins.plugins_loaded = False  # this module is one, and acts in the forks
-
-
-_forks: _Forks | None = None
-
-
-def _answer_signals_as_usual() -> None:
-    """Ray's workers have their own handlers."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
-
-
-def _listen_to_nothing() -> None:
-    """Else ports of the parent's, as its Ray worker's, would stay open with nobody to answer. Their
-    numbers are kept, since objects that were copied may yet close them."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for number in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(number)) as one:
-                listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if listens:
-                os.dup2(null, number, inheritable=False)
-    os.close(null)
-
-
-def _die_with(parent: int | None) -> None:
-    """EngineCore outlives a parent that dies hard, and keeps its ports and memory."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _exit_directly() -> None:

@@ -32,8 +32,9 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from splitroll.engines.arguments import EngineArguments
 from splitroll.engines.data_ranks import DataRanks
+from splitroll.engines.forks import fork_from_actor
 from splitroll.engines.mooncake_process import BOOTSTRAP_PORT, own_handle
-from splitroll.engines.process import WEIGHT_TRANSFER, fork_from_actor
+from splitroll.engines.process import WEIGHT_TRANSFER
 from splitroll.engines.protocol import (
     Candidates,
     DecodeEvent,
