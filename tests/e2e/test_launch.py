@@ -299,7 +299,7 @@ from splitroll.ports import fleet_ports
 from splitroll.placement import actor_name, place as placed
 
 class Reporter:
-    def report(self):
+    async def report(self):  # as an engine's; for others Ray starts a thread for each call at once
         return os.environ["CUDA_VISIBLE_DEVICES"], ray.get_runtime_context().get_node_id()
 
 async def main():
