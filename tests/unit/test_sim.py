@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from splitroll.bench.workloads import WORKLOADS, GroupJob, Load, make_load
@@ -54,6 +54,7 @@ def test_other_seeds_give_other_steps() -> None:
     elastic=st.booleans(),
     oracle=st.booleans(),
 )
+@example("adaptive", "agentic", 0, 0.5, 0, 2, [0.5], 1, None, True, False)  # brings KV along
 def test_every_sample_ends_once_and_no_load_stays(
     policy: str,
     workload: str,
@@ -79,8 +80,8 @@ def test_every_sample_ends_once_and_no_load_stays(
     assert len(result.ended) == load.samples
     assert set(result.ended.values()) == {1}
     assert result.left == {}
-    placed = {kind: n for kind, n in result.routes.items() if kind != "migrated"}
-    assert sum(placed.values()) == load.samples
+    moves = {"migrated", "brought"}
+    assert sum(n for kind, n in result.routes.items() if kind not in moves) == load.samples
     assert max(one.total for one in result.spent) <= result.makespan_s + 1e-6
     assert result.efficiency <= 1 + 1e-9
 
