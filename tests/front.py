@@ -55,6 +55,12 @@ class Front:
         assert lines[-1] == "data: [DONE]"
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
+    async def running(self, samples: int = 1) -> None:
+        """Return when engines run so many samples."""
+        async with asyncio.timeout(20):
+            while samples > sum([(await one.load()).running for one in self.system.fleet.ready()]):
+                await asyncio.sleep(0.001)
+
     async def assert_idle(self) -> None:
         assert self.system.dispatcher.load == {}
         await self.system.handoff.settled()

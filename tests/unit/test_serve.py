@@ -235,7 +235,7 @@ async def test_one_of_two_clients_with_the_same_prompt_goes_away(tiny_model: Pat
         prompt = list(range(5, 45))
         stays = asyncio.create_task(door.complete(prompt=prompt, max_tokens=50))
         goes = asyncio.create_task(door.complete(prompt=prompt, max_tokens=1900))
-        await asyncio.sleep(0.1)
+        await door.running(2)
         goes.cancel()
         assert (await stays)["usage"]["completion_tokens"] == 50
         async with asyncio.timeout(3):
@@ -275,7 +275,7 @@ async def test_too_much_is_told_so(tiny_model: Path) -> None:
         answer = await door.post("/v1/completions", model="tiny", prompt=[5], n=5)
         assert answer.status_code == 400, "it would never be taken"
         long = asyncio.create_task(door.complete(n=4, temperature=1, max_tokens=100))
-        await asyncio.sleep(0.05)
+        await door.running()
         answer = await door.post("/v1/completions", model="tiny", prompt=[5])
         assert answer.status_code == 429
         assert answer.headers["retry-after"] == "1"
@@ -347,7 +347,7 @@ async def test_a_paused_fleet_generates_nothing_until_it_resumes(
 ) -> None:
     async with front(tiny_model, latency=SLOW) as door:
         begun = asyncio.create_task(door.complete(max_tokens=100))
-        await asyncio.sleep(0.1)
+        await door.running()
         assert (await door.client.post("/pause", params={"mode": mode})).status_code == 200
         reason = (await asyncio.wait_for(begun, 1))["choices"][0]["finish_reason"]
         assert reason == ("length" if mode == "wait" else "abort")
@@ -366,7 +366,7 @@ async def test_what_a_pause_keeps_stands_still_and_goes_on(tiny_model: Path) -> 
         undisturbed = await door.complete(**body, return_token_ids=True)
         await door.client.post("/reset_prefix_cache")
         begun = asyncio.create_task(door.complete(**body, return_token_ids=True))
-        await asyncio.sleep(0.1)
+        await door.running()
         answer = await door.client.post("/pause?mode=keep")
         assert answer.json() == {"status": "paused", "cache_cleared": False}
         waits = asyncio.create_task(door.complete())
@@ -389,7 +389,7 @@ async def test_requests_are_ended_by_name_or_all(tiny_model: Path) -> None:
         long = [
             asyncio.create_task(door.complete(request_id=f"r{i}", max_tokens=400)) for i in range(3)
         ]
-        await asyncio.sleep(0.1)
+        await door.running(3)
         path = "/abort_requests"
         for body in (b"{", b"[]", b'{"request_id": ["r1"]}', b'{"request_ids": "r1"}'):
             assert (await door.client.post(path, content=body)).status_code == 400
@@ -436,7 +436,7 @@ async def test_whoever_waits_when_the_service_ends_has_an_answer(tiny_model: Pat
         waits = asyncio.create_task(
             door.post("/v1/completions", model="tiny", prompt=[5] * 40, max_tokens=1500)
         )
-        await asyncio.sleep(0.1)
+        await door.running()
     answer = await asyncio.wait_for(waits, 5)
     assert answer.status_code == 500
 

@@ -168,7 +168,7 @@ async def test_a_client_that_goes_away_ends_no_update(
 ) -> None:
     async with front(tiny_model, checkpoint=checkpoint, latency=SLOW) as door:
         long = asyncio.create_task(door.complete(max_tokens=100))
-        await asyncio.sleep(0.05)
+        await door.running()
         await ok(door, "/start_weight_update")
         await ok(door, "/update_weights", **pushed(tmp_path, 3))
         finishing = asyncio.create_task(door.client.post("/finish_weight_update"))
@@ -189,7 +189,7 @@ async def test_every_step_goes_to_every_engine_with_its_ranks(tiny_model: Path) 
         info = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": size + 1}
         await ok(door, "/init_weight_transfer_engine", init_info=info)
         long = asyncio.create_task(door.complete(max_tokens=60, return_token_ids=True))
-        await asyncio.sleep(0.05)
+        await door.running()
         await ok(door, "/start_weight_update")
         assert long.done(), "the samples under way are waited for"
         waits = asyncio.create_task(door.complete(return_token_ids=True))
