@@ -23,6 +23,8 @@ from splitroll.types import Group, Prompt, Role, Sample, SamplingParams
 from splitroll.weights.source import Source
 
 SLOW = LatencyModel(step_s=0.002, prefill_token_s=2e-5)
+LONG = LatencyModel(step_s=0.02)
+"""Of 60 tokens more than a second, in which the threads that read weights are not kept waiting."""
 MODES = ("drain", "abort", "keep")
 POINTS = ("pause", "load", "reset", "publish", "resume")
 Weights = dict[str, torch.Tensor]
@@ -129,8 +131,8 @@ async def test_no_cache_outlives_fifty_updates(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_updates_of_a_busy_fleet_lose_and_mix_nothing(checkpoint: Path, mode: str) -> None:
-    async with updating(checkpoint, f"weights.in_flight={mode}") as system:
-        jobs = start(system, 8, max_tokens=240)  # a second; reading weights may take a third of it
+    async with updating(checkpoint, f"weights.in_flight={mode}", latency=LONG) as system:
+        jobs = start(system, 16, max_tokens=60)
         await decoding(system)
         for value in range(1, 6):
             await system.updater.update(weights(value))
@@ -187,7 +189,7 @@ async def test_drain_ends_what_was_begun_and_holds_back_what_was_not(checkpoint:
 async def test_keep_goes_on_with_kv_computed_again(checkpoint: Path) -> None:
     """The second part of a kept sample is what the new weights say after the first part; KV of
     the old ones would give other tokens."""
-    async with updating(checkpoint, "weights.in_flight=keep") as system:
+    async with updating(checkpoint, "weights.in_flight=keep", latency=LONG) as system:
         (job,) = start(system, 1, n=2, max_tokens=60)
         await decoding(system)
         await asyncio.sleep(0.02)
@@ -221,7 +223,7 @@ def cut(sample: Sample, at: int) -> dict[str, object]:
 
 
 async def test_abort_returns_what_there_is_and_a_group_can_be_continued(checkpoint: Path) -> None:
-    async with updating(checkpoint, "weights.in_flight=abort") as system:
+    async with updating(checkpoint, "weights.in_flight=abort", latency=LONG) as system:
         (job,) = start(system, 1, max_tokens=60)
         await decoding(system)
         await asyncio.sleep(0.02)
@@ -630,7 +632,7 @@ async def test_a_trainer_that_fails_while_the_fleet_drains_does_not_wait_for_it(
     checkpoint: Path,
 ) -> None:
     broken = {**weights(4), "w0": torch.zeros(40, 30).as_subclass(LostShard)}
-    async with updating(checkpoint, latency=LatencyModel(step_s=0.02)) as system:
+    async with updating(checkpoint, latency=LONG) as system:
         jobs = start(system, 2, max_tokens=100)
         await decoding(system)
         begun = asyncio.get_running_loop().time()
@@ -666,7 +668,7 @@ async def test_an_adapter_is_taken_out_again_when_the_update_is_cancelled_while_
 
 
 async def test_closing_ends_an_update_that_is_under_way(checkpoint: Path) -> None:
-    async with updating(checkpoint, latency=LatencyModel(step_s=0.02)) as system:
+    async with updating(checkpoint, latency=LONG) as system:
         jobs = start(system, 2, max_tokens=100)
         await decoding(system)
         update = asyncio.create_task(system.updater.update(weights(4)))
