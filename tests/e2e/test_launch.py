@@ -26,7 +26,7 @@ from splitroll.types import Group
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300)]
 
 ROUNDS = int(os.environ.get("SPLITROLL_ROUNDS", "20"))
-"""Of starting many engines at once; 20 take a quarter of an hour."""
+"""Of starting many engines at once; 20 take a quarter of an hour or more."""
 LISTEN = "0A"
 """The state's number in /proc/net/tcp."""
 ONE_EACH = "disaggregation.decode_replicas=1"
